@@ -32,7 +32,7 @@ from kvtier.peers.protocol import (
 from kvtier.peers.remote_leases import RemoteLease, leases_of, usable_seconds
 from kvtier.peers.source import Source, expect_length
 from kvtier.tiers.level import ChunkBytes
-from kvtier.tiers.sealer import SealedHeader, Sealer
+from kvtier.tiers.sealer import Sealer
 
 ATTEMPTS = 2
 """Maximum writes per chunk."""
@@ -117,27 +117,20 @@ class Pusher:
     async def checksums(
         self, chunks: Sequence[ChunkBytes], hashed: Sequence[bytes | None]
     ) -> list[bytes | None]:
-        """Return the checksums of payloads, and write them into the headers; ``None`` for corrupt chunks.
+        """Return the checksums of payloads, also in their headers; ``None`` for corrupt chunks.
 
         ``hashed``: those that are known, because their payload was hashed while it was sent.
         """
         for chunk, checksum in zip(chunks, hashed, strict=True):
             if checksum is not None:
-                view = chunk.lease.view
-                self._sealer.adopt(view, ChunkHeader.parse(view), checksum)
-        rest = [
-            (chunk.key, chunk.lease.view)
-            for chunk, checksum in zip(chunks, hashed, strict=True)
-            if checksum is None
-        ]
-        if not rest:
-            return list(hashed)
+                self._sealer.adopt((chunk.key, chunk.lease.view), checksum)
+        known = zip(chunks, hashed, strict=True)
+        rest = [(chunk.key, chunk.lease.view) for chunk, checksum in known if checksum is None]
         try:
-            seals = iter(await self._sealer.checksums(rest))
+            seals = iter(await self._sealer.checksums(rest) if rest else ())
         finally:
             rest.clear()  # Otherwise the traceback of a cancelled call keeps the arena mapped.
-        found = [next(seals) if checksum is None else checksum for checksum in hashed]
-        return [seal.checksum if isinstance(seal, SealedHeader) else seal for seal in found]
+        return [checksum or ((seal := next(seals)) and seal.checksum) for checksum in hashed]
 
     async def reserve(
         self, headers: Sequence[ChunkHeader], *, staging: int = 0, shares: int = 1
@@ -271,32 +264,24 @@ class _Push:
             views = [self._payload(index) for index in leases]
             try:
                 writes = list(zip(leases.values(), views, strict=True))
-                if any(self._sealed[index][1] is None for index in leases):
-                    outcomes, hashed = await source.write_hashed(writes)
-                else:
-                    outcomes, hashed = await source.write(writes), [None] * len(writes)
+                outcomes, hashed = await source.write_hashed(writes)
             except OSError as error:
                 raise PeerError(f"cannot open a data link: {error}") from error
             finally:
                 views.clear()  # Otherwise the traceback of a cancelled call keeps the arena mapped.
                 writes = []
-            await self._note_checksums(
-                {
-                    index: checksum
-                    for index, checksum, outcome in zip(leases, hashed, outcomes, strict=True)
-                    if outcome is Outcome.OK and self._sealed[index][1] is None
-                }
-            )
-            written = [
-                index
-                for index, outcome in zip(leases, outcomes, strict=True)
-                if outcome is Outcome.OK and self._sealed[index][1] is not None
-            ]
+            done = [at for at, outcome in enumerate(outcomes) if outcome is Outcome.OK]
+            indexes = list(leases)
+            unsealed = [at for at in done if self._sealed[indexes[at]][1] is None]
+            chunks = [self._chunks[indexes[at]] for at in unsealed]
+            checksums = await self._target.checksums(chunks, [hashed[at] for at in unsealed])
+            for at, checksum in zip(unsealed, checksums, strict=True):
+                self._sealed[indexes[at]] = self._sealed[indexes[at]][0], checksum
+            written = [index for at in done if self._sealed[index := indexes[at]][1] is not None]
             valid: list[bool] = []
             if written:
                 ready = [unused.pop(index) for index in written]
-                checksums = [self._sealed[index][1] or b"" for index in written]
-                valid = await self._target.commit(ready, checksums)
+                valid = await self._target.commit(ready, [self._sealed[index][1] or b"" for index in written])
         finally:
             source.release(unused.values())
         self._settle([index for index, ok in zip(written, valid, strict=True) if ok], PushOutcome.OK)
@@ -306,13 +291,6 @@ class _Push:
         for index in tried:
             self._attempts[index] += 1
         self._settle([index for index in tried if self._attempts[index] == ATTEMPTS], PushOutcome.FAILED)
-
-    async def _note_checksums(self, hashed: Mapping[int, bytes | None]) -> None:
-        """Store the checksums of written chunks, and compute those that are missing."""
-        chunks = [self._chunks[index] for index in hashed]
-        checksums = await self._target.checksums(chunks, list(hashed.values()))
-        for index, checksum in zip(hashed, checksums, strict=True):
-            self._sealed[index] = self._sealed[index][0], checksum
 
     def _payload(self, index: int) -> memoryview:
         view = self._chunks[index].lease.view

@@ -242,8 +242,9 @@ class Source:
     async def write_hashed(self, writes: Sequence[Read]) -> Written:
         """Like :meth:`write`. Return also the checksums that the transport has computed."""
         failed: Written = [Outcome.FAILED] * len(writes), [None] * len(writes)
-        items = [(view, lease.span) for lease, view in writes]
-        return await self._transfer(failed, lambda link: link.write_hashed(items))
+        return await self._transfer(
+            failed, lambda link: link.write_hashed([(view, lease.span) for lease, view in writes])
+        )
 
     async def _transfer(self, failed: ResultT, transfer: Callable[[Link], Awaitable[ResultT]]) -> ResultT:
         result = failed

@@ -122,10 +122,10 @@ class Sealer:
         self._report(items, examined)
         return [result.seal for result in examined]
 
-    def adopt(self, chunk: memoryview, header: ChunkHeader, checksum: bytes) -> None:
+    def adopt(self, item: PutItem, checksum: bytes) -> None:
         """Seal a chunk object whose payload was hashed elsewhere, unless that is done or in progress."""
-        if self.checksum and not is_sealed(chunk) and _place((header.key, chunk)) not in self._in_flight:
-            chunk[:HEADER_BYTES] = header.packed(checksum)
+        if self.checksum and not is_sealed(item[1]) and _place(item) not in self._in_flight:
+            item[1][:HEADER_BYTES] = ChunkHeader.parse(item[1]).packed(checksum)
 
     async def headers(self, items: Sequence[PutItem]) -> list[ChunkHeader | None]:
         """Validate each header, without hashing payloads. ``None`` for a corrupt chunk object."""

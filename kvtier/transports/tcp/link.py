@@ -107,18 +107,20 @@ class TcpLink(Link):
         batch = Batch(access, items, spread, hashes=hashes)
         if not batch.parts:
             return batch
-        own = PartQueue()
+        direct = len(batch.parts) == 1 and self._free > 0 and not self._queue
+        queue = PartQueue() if direct else self._queue
         # Not a cancel scope: only this batch ends, and the drivers go on with the others.
-        timer = asyncio.get_running_loop().call_later(self._deadline, self._abandon, batch, own)
+        timer = asyncio.get_running_loop().call_later(self._deadline, lambda: queue.abandon(batch))
         try:
-            if len(batch.parts) == 1 and self._free > 0 and not self._queue:
-                await self._transfer_directly(batch, own)
+            if direct:
+                await self._transfer_directly(batch, queue)
+                queue = self._queue
             if not batch.released.is_set():
                 self._queue.add([part for part in batch.parts if part.pieces])
                 self._start_drivers()
                 await batch.released.wait()
         except asyncio.CancelledError:
-            self._abandon(batch, own)
+            queue.abandon(batch)
             await wait_shielded([batch.released])
             raise
         finally:
@@ -131,11 +133,7 @@ class TcpLink(Link):
         """How many further connections may be used."""
         return self._pool.size - len(self._drivers) - self._direct
 
-    def _abandon(self, batch: Batch, own: PartQueue) -> None:
-        own.abandon(batch)
-        self._queue.abandon(batch)
-
-    async def _transfer_directly(self, batch: Batch, own: PartQueue) -> None:
+    async def _transfer_directly(self, batch: Batch, queue: PartQueue) -> None:
         """Transfer a batch of one part in the caller's task: a driver would cost a task and its switches.
 
         Only over an open connection. What is left after an error is for the drivers.
@@ -143,13 +141,12 @@ class TcpLink(Link):
         connection = self._pool.idle()
         if connection is None:
             return
-        own.add(batch.parts)
+        queue.add(batch.parts)
         self._direct += 1
         try:
-            await self._use_connection(_Attempts(), own, connection)
+            await self._use_connection(_Attempts(), queue, connection)
         finally:
             self._direct -= 1
-            own.clear()
             self._start_drivers()  # For what was queued meanwhile.
 
     def _start_drivers(self) -> None:

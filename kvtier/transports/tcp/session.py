@@ -153,7 +153,7 @@ class Session:
     async def _receive(self, spans: Sequence[RemoteSpan]) -> None:
         leases: list[Lease] = []
         steps: list[Step] = []
-        hashes = native.core.Hashes() if native.available() else None
+        self._stream.hashes = hashes = native.core.Hashes() if native.available() else None
         try:
             views = [self._lease(span, Access.WRITE, leases) for span in spans]
             confirmation = encode_answer(Access.WRITE, [view is not None for view in views])
@@ -166,22 +166,23 @@ class Session:
                     hashes.add(granted_view, False)
                     del granted_view
             views = []
-            self._copy_buffered(steps[0][1], hashes)
-            await self._run_steps(*steps, hashes=hashes)
+            self._copy_buffered(steps[0][1])
+            await self._run_steps(*steps)
             for span, checksum in zip(granted, hashes.digests(), strict=True) if hashes else ():
                 if checksum is not None:
                     self._grants.arrived(span, checksum)
         finally:
+            self._stream.hashes = None
             for _, buffers in steps:
                 buffers.clear()
             for lease in leases:
                 lease.release()
 
-    def _copy_buffered(self, targets: Buffers, hashes: _native.Hashes | None) -> None:
+    def _copy_buffered(self, targets: Buffers) -> None:
         """Copy payload that arrived with the request to the first targets."""
         while targets and (data := self._reader.take(len(targets[0]))):
             targets[0][: len(data)] = data
-            _advance(targets, len(data), hashes)
+            _advance(targets, len(data), self._stream.hashes)
 
     def _lease(self, span: RemoteSpan, access: Access, leases: list[Lease]) -> memoryview | None:
         """Lease the memory of a span, append the lease to ``leases``, and return the memory if granted."""
@@ -193,14 +194,14 @@ class Session:
         view = lease.view[start : start + span.length]
         return view if start >= 0 and len(view) == span.length else None
 
-    async def _run_steps(self, *given: Step, hashes: _native.Hashes | None = None) -> None:
+    async def _run_steps(self, *given: Step) -> None:
         """Run steps: small ones in the event loop, others in a thread while the socket is ready."""
         steps = deque(given)
         while steps:
             buffers = steps[0][1]
             is_small = sum(map(len, buffers)) <= SMALL_BYTES
-            if not (is_small and self._stream.move_now(steps[0], hashes)):
-                error = await self._stream.move(steps, self._executor, hashes)
+            if not (is_small and self._stream.move_now(steps[0])):
+                error = await self._stream.move(steps, self._executor)
                 if error is not None:
                     raise error
             elif not buffers:
@@ -211,6 +212,9 @@ class Session:
 
 class Stream:
     """A plain socket. It is in blocking mode; calls from the event loop pass ``MSG_DONTWAIT``."""
+
+    hashes: _native.Hashes | None = None
+    """Gets what is moved, except by TLS."""
 
     def __init__(self, connected: socket.socket) -> None:
         self._socket = connected
@@ -232,7 +236,7 @@ class Stream:
             except BlockingIOError:
                 await until_readable(self._socket.fileno())
 
-    def move_now(self, step: Step, hashes: _native.Hashes | None = None) -> bool:
+    def move_now(self, step: Step) -> bool:
         """Transfer as much of a step as possible without blocking. Raises ``OSError``.
 
         ``False`` if this stream can be used from a thread only.
@@ -245,7 +249,7 @@ class Stream:
                     moved = self._socket.sendmsg(next_buffers, [], socket.MSG_DONTWAIT)
                 else:
                     moved = unless_closed(self._socket.recvmsg_into(next_buffers, 0, socket.MSG_DONTWAIT)[0])
-                _advance(buffers, moved, hashes)
+                _advance(buffers, moved, self.hashes)
         return True
 
     async def until_possible(self, step: Step) -> None:
@@ -255,9 +259,7 @@ class Stream:
         else:
             await until_readable(self._socket.fileno())
 
-    async def move(
-        self, steps: deque[Step], executor: IoExecutor, hashes: _native.Hashes | None = None
-    ) -> OSError | None:
+    async def move(self, steps: deque[Step], executor: IoExecutor) -> OSError | None:
         """Run steps in a thread for at most ``POLL_SECONDS``. Completed ones are removed from ``steps``.
 
         Return the error that broke the connection, if any. If cancelled, interrupt the socket, and release
@@ -266,7 +268,7 @@ class Stream:
         if not native.available():
             return await self._move_in_thread(steps, executor)
         operations = [(kind, list(buffers)) for kind, buffers in steps]
-        ended = executor.start(self._socket.fileno(), operations, _NOTHING, POLL_SECONDS, hashes)
+        ended = executor.start(self._socket.fileno(), operations, _NOTHING, POLL_SECONDS, self.hashes)
         # A cancelled task may keep this frame, and with it the views, longer than the leases.
         del operations
         done, moved, number = await finished(ended, self.interrupt)
@@ -334,7 +336,7 @@ class TLSStream(Stream):
             except ssl.SSLWantWriteError:
                 await until_writable(self._secured.fileno())
 
-    def move_now(self, step: Step, hashes: _native.Hashes | None = None) -> bool:
+    def move_now(self, step: Step) -> bool:
         """Return ``False``: encryption is too slow for the event loop."""
         return False
 
@@ -343,9 +345,7 @@ class TLSStream(Stream):
         if step[0] == SEND or not self._secured.pending():
             await super().until_possible(step)
 
-    async def move(
-        self, steps: deque[Step], executor: IoExecutor, hashes: _native.Hashes | None = None
-    ) -> OSError | None:
+    async def move(self, steps: deque[Step], executor: IoExecutor) -> OSError | None:
         """See :meth:`Stream.move`."""
         return await self._move_in_thread(steps, executor)
 
