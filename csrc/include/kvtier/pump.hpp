@@ -18,7 +18,7 @@ struct Conversation {
     std::vector<Operation> operations;
     std::span<std::byte> unread;
     std::chrono::steady_clock::time_point deadline;
-    Hashes* hashes;  // as in exchange(); may be null
+    Hashes* hashes = nullptr;  // as in exchange()
 };
 
 struct Ended {
