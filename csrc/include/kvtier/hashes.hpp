@@ -32,8 +32,6 @@ private:
         std::optional<Xxh3> hash;
     };
 
-    void advance(std::size_t moved);
-
     std::vector<Payload> payloads_;
     std::vector<std::optional<Digest>> digests_;
     std::size_t at_ = 0;  // The payload that is moved now.

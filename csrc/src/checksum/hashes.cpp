@@ -25,21 +25,17 @@ void Hashes::move(const std::byte* data, std::size_t length) {
     while (at < payloads_.size() && !holds(at)) ++at;
     if (at == payloads_.size()) return;
     at_ = at;
-    const std::size_t start = static_cast<std::size_t>(data - payloads_[at].memory.data());
-    if (start <= payloads_[at].moved) advance(std::min(start + length, payloads_[at].memory.size()));
-}
-
-void Hashes::advance(std::size_t moved) {
-    Payload& payload = payloads_[at_];
-    if (moved <= payload.moved) return;
-    payload.moved = moved;
-    const bool complete = moved == payload.memory.size();
+    Payload& payload = payloads_[at];
+    const auto start = static_cast<std::size_t>(data - payload.memory.data());
+    const std::size_t end = std::min(start + length, payload.memory.size());
+    if (start > payload.moved || end <= payload.moved) return;
+    payload.moved = end;
     if (payload.object) {
-        payload.object->arrived(moved);
-        if (payload.object->verified()) digests_[at_].emplace();
+        payload.object->arrived(end);
+        if (payload.object->verified()) digests_[at].emplace();
     } else if (payload.hash) {
-        payload.hash->advance(moved);
-        if (complete) digests_[at_] = payload.hash->digest();
+        payload.hash->advance(end);
+        if (end == payload.memory.size()) digests_[at] = payload.hash->digest();
     }
 }
 
