@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "kvtier/exchange.hpp"
+#include "kvtier/hashes.hpp"
 #include "kvtier/pump.hpp"
 #include "subjects.hpp"
 
@@ -69,21 +70,47 @@ std::chrono::steady_clock::time_point after(double seconds) {
            std::chrono::duration_cast<std::chrono::steady_clock::duration>(left);
 }
 
-nb::tuple exchange(int socket, const nb::sequence& operations, const nb::object& unread, double seconds) {
+nb::tuple exchange(int socket, const nb::sequence& operations, const nb::object& unread, double seconds,
+                   kvtier::Hashes* hashes) {
     const Arguments arguments(operations, unread);
     kvtier::sockets::Progress progress;
     {
         const nb::gil_scoped_release released;
-        progress = kvtier::sockets::exchange(socket, arguments.operations, arguments.unread, after(seconds));
+        progress = kvtier::sockets::exchange(socket, arguments.operations, arguments.unread, after(seconds), true,
+                                             hashes);
     }
     return nb::make_tuple(progress.operations, progress.bytes, progress.error);
 }
 
-nb::tuple exchange_now(int socket, const nb::sequence& operations, const nb::object& unread) {
+nb::tuple exchange_now(int socket, const nb::sequence& operations, const nb::object& unread,
+                       kvtier::Hashes* hashes) {
     const Arguments arguments(operations, unread);
     const kvtier::sockets::Progress progress =
-        kvtier::sockets::exchange(socket, arguments.operations, arguments.unread, {}, false);
+        kvtier::sockets::exchange(socket, arguments.operations, arguments.unread, {}, false, hashes);
     return nb::make_tuple(progress.operations, progress.bytes, progress.error);
+}
+
+void add(kvtier::Hashes& hashes, const nb::object& memory, bool object) {
+    const Held held(memory, false);  // Not for longer: nothing is read outside of a conversation, which holds it.
+    const Span span = held.span();
+    hashes.add({span.data, span.length}, object);
+}
+
+void move(kvtier::Hashes& hashes, const nb::object& memory) {
+    const Held held(memory, false);
+    hashes.move(held.span().data, held.span().length);
+}
+
+nb::list digests(const kvtier::Hashes& hashes) {
+    nb::list found;
+    for (const auto& digest : hashes.digests()) {
+        if (digest) {
+            found.append(nb::bytes(digest->data(), digest->size()));
+        } else {
+            found.append(nb::none());
+        }
+    }
+    return found;
 }
 
 // The pump, and the buffers of conversations in flight.
@@ -94,12 +121,14 @@ public:
 
     int fileno() const { return open().descriptor(); }
 
-    std::uint64_t start(int socket, const nb::sequence& operations, const nb::object& unread, double seconds) {
+    std::uint64_t start(int socket, const nb::sequence& operations, const nb::object& unread, double seconds,
+                        const nb::object& hashes) {
         Arguments arguments(operations, unread);
+        auto* const hashing = hashes.is_none() ? nullptr : nb::cast<kvtier::Hashes*>(hashes);
         const std::uint64_t ticket = next_++;
-        held_.emplace(ticket, std::move(arguments.held));
+        held_.emplace(ticket, Used{std::move(arguments.held), hashes});
         try {
-            open().start({ticket, socket, std::move(arguments.operations), arguments.unread, after(seconds)});
+            open().start({ticket, socket, std::move(arguments.operations), arguments.unread, after(seconds), hashing});
         } catch (...) {
             held_.erase(ticket);
             throw;
@@ -125,13 +154,18 @@ public:
     }
 
 private:
+    struct Used {
+        std::vector<Held> buffers;
+        nb::object hashes;
+    };
+
     kvtier::sockets::Pump& open() const {
         if (pump_ == nullptr) throw nb::value_error("the pump is closed");
         return *pump_;
     }
 
     std::unique_ptr<kvtier::sockets::Pump> pump_;
-    std::unordered_map<std::uint64_t, std::vector<Held>> held_;
+    std::unordered_map<std::uint64_t, Used> held_;
     std::uint64_t next_ = 0;
 };
 
@@ -140,14 +174,20 @@ private:
 namespace kvtier::bindings {
 
 void bind_sockets(nb::module_& module) {
+    nb::class_<kvtier::Hashes>(module, "Hashes")
+        .def(nb::init<>())
+        .def("add", &add, nb::arg("memory"), nb::arg("is_object"))
+        .def("move", &move, nb::arg("memory"))
+        .def("digests", &digests);
     module.def("exchange", &exchange, nb::arg("socket"), nb::arg("operations"), nb::arg("unread"),
-               nb::arg("seconds"));
-    module.def("exchange_now", &exchange_now, nb::arg("socket"), nb::arg("operations"), nb::arg("unread"));
+               nb::arg("seconds"), nb::arg("hashes") = nb::none());
+    module.def("exchange_now", &exchange_now, nb::arg("socket"), nb::arg("operations"), nb::arg("unread"),
+               nb::arg("hashes") = nb::none());
     nb::class_<Pump>(module, "Pump")
         .def(nb::init<std::size_t>(), nb::arg("max_threads"))
         .def("fileno", &Pump::fileno)
         .def("start", &Pump::start, nb::arg("socket"), nb::arg("operations"), nb::arg("unread"),
-             nb::arg("seconds"))
+             nb::arg("seconds"), nb::arg("hashes") = nb::none())
         .def("collect", &Pump::collect)
         .def("close", &Pump::close);
 }

@@ -256,6 +256,55 @@ TEST(random_replies_to_random_expectations) {
     }
 }
 
+TEST(payloads_are_hashed_on_both_sides) {
+    std::mt19937 random(12);
+    const Pair pair;
+    std::vector<std::string> sent, received;
+    for (const std::size_t length : {300'000, 100, 241, 1 << 20, 5000}) {
+        sent.push_back(noise(random, length));
+        received.emplace_back(length, '.');
+    }
+    std::vector<Span> from, into;
+    kvtier::Hashes sending, receiving;
+    for (std::size_t at = 0; at < sent.size(); ++at) {
+        from.push_back(over(sent[at]));
+        into.push_back(over(received[at]));
+        sending.add({from[at].data, from[at].length}, false);
+        // The third is moved, too, but is not what is to be hashed.
+        receiving.add({into[at].data, at == 2 ? into[at].length + 1 : into[at].length}, false);
+    }
+    const std::vector<Operation> sends{{Kind::send, from}}, receives{{Kind::receive, into}};
+    std::thread sender([&] {
+        CHECK(is(exchange(pair.there, sends, {}, Clock::now() + timeout, true, &sending), 1, 0, 0));
+    });
+    CHECK(is(exchange(pair.here, receives, {}, Clock::now() + timeout, true, &receiving), 1, 0, 0));
+    sender.join();
+    CHECK(received == sent);
+    for (std::size_t at = 0; at < sent.size(); ++at) {
+        // Shorter ones are not hashed.
+        const bool hashed = sent[at].size() >= kvtier::min_checksummed;
+        CHECK(sending.digests()[at].has_value() == hashed);
+        CHECK(receiving.digests()[at].has_value() == (hashed && at != 2));
+        if (!hashed) continue;
+        const kvtier::Digest digest = kvtier::xxh3_128({from[at].data, from[at].length});
+        CHECK(sending.digests()[at] == digest);
+        if (at != 2) CHECK(receiving.digests()[at] == digest);
+    }
+}
+
+TEST(what_arrives_with_a_gap_is_not_hashed) {
+    std::string text(5000, 'x');
+    kvtier::Hashes hashes;
+    hashes.add({over(text).data, text.size()}, false);
+    hashes.move(over(text).data, 1000);
+    hashes.move(over(text).data + 2000, 3000);
+    CHECK(!hashes.digests()[0]);
+    hashes.move(over(text).data + 1000, 1000);
+    CHECK(!hashes.digests()[0]);
+    hashes.move(over(text).data + 2000, 3000);
+    CHECK(hashes.digests()[0] == kvtier::xxh3_128({over(text).data, text.size()}));
+}
+
 TEST(nothing_blocks_without_waits) {
     const Pair pair;
     std::string request = "?", head = "$4\r\n", value(4, '.'), unread(8, '.');

@@ -91,6 +91,9 @@ class _NoGrants:
     def hold(self, span: RemoteSpan, access: Access) -> Lease | None:
         return None
 
+    def arrived(self, span: RemoteSpan, checksum: bytes) -> None:
+        pass
+
 
 @dataclass(frozen=True)
 class _Trial:

@@ -16,6 +16,8 @@ from kvtier.peers.remote_leases import RemoteLease
 from kvtier.peers.source import Source
 from kvtier.peers.throughput import fastest
 
+DONE = (Outcome.OK, Outcome.VERIFIED)
+
 Ask = Callable[[Sequence[ChunkKey]], Awaitable[None]]
 """Requests leases of these keys from every peer."""
 
@@ -143,9 +145,7 @@ class Fetch:
         try:
             outcomes = await self._outcomes(source, batch)
             moved = sum(
-                taken.lease.length
-                for taken, outcome in zip(batch, outcomes, strict=True)
-                if outcome is Outcome.OK
+                taken.lease.length for taken, outcome in zip(batch, outcomes, strict=True) if outcome in DONE
             )
         finally:
             throughput.end(length, moved)
@@ -156,7 +156,8 @@ class Fetch:
 
     async def _outcomes(self, source: Source, batch: Sequence[_Taken]) -> Sequence[Outcome]:
         try:
-            outcomes = await source.read([(taken.lease, taken.item.view) for taken in batch])
+            reads = [(taken.lease, taken.item.view) for taken in batch]
+            outcomes = await source.read(reads, hashes=True)
             if len(outcomes) != len(batch):
                 return [Outcome.FAILED] * len(batch)
             return await self._confirmed(source, batch, outcomes) if source.one_sided else outcomes
@@ -168,12 +169,12 @@ class Fetch:
         self, source: Source, batch: Sequence[_Taken], outcomes: Sequence[Outcome]
     ) -> Sequence[Outcome]:
         """Return the outcomes, with ``MISS`` for chunks whose lease ended during the read."""
-        done = [taken for taken, outcome in zip(batch, outcomes, strict=True) if outcome is Outcome.OK]
+        done = [taken for taken, outcome in zip(batch, outcomes, strict=True) if outcome in DONE]
         for taken in done:
             self._forget(taken)
         valid = await source.confirm([taken.lease for taken in done])
         return [
-            Outcome.MISS if outcome is Outcome.OK and taken.lease not in valid else outcome
+            Outcome.MISS if outcome in DONE and taken.lease not in valid else outcome
             for taken, outcome in zip(batch, outcomes, strict=True)
         ]
 
@@ -184,7 +185,7 @@ class Fetch:
             self._release(taken)
             item = taken.item
             item.outcome = outcome
-            if outcome is Outcome.OK:
+            if outcome in DONE:
                 drop_leases(self._clients, [item.key])
                 continue
             # An old lease may have ended early, so its peer is worth another try; a fresh one is not.
@@ -206,4 +207,4 @@ class Fetch:
 
 def _finished(outcome: Outcome) -> Outcome:
     """Return the outcome at the deadline: a miss becomes ``FAILED``, as another peer might hold the chunk."""
-    return outcome if outcome is Outcome.OK else Outcome.FAILED
+    return outcome if outcome in DONE else Outcome.FAILED

@@ -5,8 +5,10 @@ from __future__ import annotations
 import secrets
 import time
 from bisect import bisect_right
+from collections import Counter
 from collections.abc import Awaitable, Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
+from weakref import WeakValueDictionary
 
 from kvtier.memory.slices import Lease, Slices
 from kvtier.peers.protocol import NO_GRANT
@@ -19,7 +21,7 @@ MAX_SLICES = 1 << 18
 GRANT_BITS = 63
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, weakref_slot=True)
 class Grant:
     """Arena slices that one owner may read, or write. Numbered from 0 in the order granted."""
 
@@ -36,6 +38,10 @@ class Grant:
     """Slices that hold no complete chunk yet, or never will, and may not be accessed."""
     unfilled: dict[int, Reservation] = field(default_factory=dict)
     """With :attr:`Access.WRITE`: what is not committed yet, by slice. Owned by the user of the table."""
+    writes: Counter[int] = field(default_factory=Counter)
+    """How many writes have begun, by the offset of their slice."""
+    checksums: dict[int, tuple[int, bytes]] = field(default_factory=dict)
+    """Length and checksum of writes that were hashed while they arrived, by their offset."""
     until_ready: Callable[[Sequence[int]], Awaitable[None]] | None = None
     """Waits until each of these slices may be accessed, or never will be. ``None`` if there is no need."""
     on_end: Callable[[], None] | None = None
@@ -54,6 +60,11 @@ class Grant:
         if lease is None or span.length <= 0 or span.offset + span.length > lease.offset + lease.length:
             return None
         return lease
+
+    def checksum_of(self, lease: Lease, offset: int, length: int) -> bytes | None:
+        """Return the checksum of these bytes of a slice if all came with its only write."""
+        written, checksum = self.checksums.get(offset, (0, b""))
+        return checksum if written == length and self.writes[lease.offset] == 1 else None
 
     def _find_slice(self, offset: int) -> int | None:
         """Return the index of the last slice that starts at or before ``offset``."""
@@ -102,6 +113,8 @@ class GrantBook:
         self._one_sided = one_sided
         self._clock = clock
         self._grants: dict[int, Grant] = {}
+        self._alive: WeakValueDictionary[int, Grant] = WeakValueDictionary()
+        """Also those that have ended while they are written to, and are verified afterwards."""
         self._order: dict[Access, dict[int, Grant]] = {access: {} for access in Access}
         """Those that have not expired, in order of expiry: all grants of one access last equally long."""
         self._owned: dict[Hashable, set[int]] = {}
@@ -127,7 +140,7 @@ class GrantBook:
             number = secrets.randbits(GRANT_BITS)
         ends = self._clock() + self.seconds[access]
         grant = Grant(number, owner, list(leases[:count]), access, ends, count)
-        self._grants[number] = self._order[access][number] = grant
+        self._grants[number] = self._alive[number] = self._order[access][number] = grant
         self._owned.setdefault(owner, set()).add(number)
         self.granted += 1
         return grant
@@ -162,7 +175,16 @@ class GrantBook:
         if grant is None or grant.access is not access or grant.ends <= self._clock():
             return None
         lease = grant.slice_of(span)
-        return None if lease is None else lease.share()
+        if lease is None:
+            return None
+        if access is Access.WRITE:
+            grant.writes[lease.offset] += 1
+        return lease.share()
+
+    def arrived(self, span: RemoteSpan, checksum: bytes) -> None:
+        """See :meth:`kvtier.transports.base.Grants.arrived`."""
+        if (grant := self._alive.get(span.grant)) is not None:
+            grant.checksums[span.offset] = span.length, checksum
 
     def release(
         self, owner: Hashable, number: int, chunks: Iterable[int], access: Access | None = None

@@ -41,8 +41,8 @@ FULL_SECONDS = 2.0
 MIN_PAUSE_SECONDS, MAX_PAUSE_SECONDS = 0.005, 0.25
 """Back-off between these retries."""
 
-Sealed = tuple[ChunkHeader, bytes]
-"""A chunk's header, and the checksum of its payload."""
+Sealed = tuple[ChunkHeader, bytes | None]
+"""A chunk's header, and the checksum of its payload if it is known."""
 
 
 class PushOutcome(Enum):
@@ -109,19 +109,28 @@ class Pusher:
         """
         return await _Push(self, chunks).run(seconds)
 
-    async def seal(self, chunks: Sequence[ChunkBytes]) -> list[Sealed | None]:
-        """Return the headers and checksums; ``None`` for corrupt or empty chunks."""
-        items = [(chunk.key, chunk.lease.view) for chunk in chunks]
+    def headers(self, chunks: Sequence[ChunkBytes]) -> list[Sealed | None]:
+        """Return the headers, and known checksums; ``None`` for corrupt or empty chunks."""
+        seals = self._sealer.known([(chunk.key, chunk.lease.view) for chunk in chunks])
+        return [seal if seal is not None and seal.header.payload_bytes else None for seal in seals]
+
+    async def checksums(
+        self, chunks: Sequence[ChunkBytes], hashed: Sequence[bytes | None]
+    ) -> list[bytes | None]:
+        """Return the checksums of payloads, also in their headers; ``None`` for corrupt chunks.
+
+        ``hashed``: those that are known, because their payload was hashed while it was sent.
+        """
+        for chunk, checksum in zip(chunks, hashed, strict=True):
+            if checksum is not None:
+                self._sealer.adopt((chunk.key, chunk.lease.view), checksum)
+        known = zip(chunks, hashed, strict=True)
+        rest = [(chunk.key, chunk.lease.view) for chunk, checksum in known if checksum is None]
         try:
-            seals = await self._sealer.checksums(items)
-            return [
-                (seal.header, seal.checksum)
-                if seal is not None and seal.checksum is not None and seal.header.payload_bytes
-                else None
-                for seal in seals
-            ]
+            seals = iter(await self._sealer.checksums(rest) if rest else ())
         finally:
-            items.clear()  # Otherwise the traceback of a cancelled call keeps the arena mapped.
+            rest.clear()  # Otherwise the traceback of a cancelled call keeps the arena mapped.
+        return [checksum or ((seal := next(seals)) and seal.checksum) for checksum in hashed]
 
     async def reserve(
         self, headers: Sequence[ChunkHeader], *, staging: int = 0, shares: int = 1
@@ -210,7 +219,7 @@ class _Push:
     async def run(self, seconds: float) -> list[PushOutcome]:
         """See :meth:`Pusher.push`."""
         with anyio.move_on_after(seconds):
-            sealed = await self._target.seal(self._chunks)
+            sealed = self._target.headers(self._chunks)
             namespace = next((chunk[0].namespace for chunk in sealed if chunk is not None), b"")
             self._sealed = {
                 index: chunk
@@ -254,18 +263,25 @@ class _Push:
         try:
             views = [self._payload(index) for index in leases]
             try:
-                outcomes = await source.write(list(zip(leases.values(), views, strict=True)))
+                writes = list(zip(leases.values(), views, strict=True))
+                outcomes, hashed = await source.write_hashed(writes)
             except OSError as error:
                 raise PeerError(f"cannot open a data link: {error}") from error
             finally:
                 views.clear()  # Otherwise the traceback of a cancelled call keeps the arena mapped.
-            written = [
-                index for index, outcome in zip(leases, outcomes, strict=True) if outcome is Outcome.OK
-            ]
+                writes = []
+            done = [at for at, outcome in enumerate(outcomes) if outcome is Outcome.OK]
+            indexes = list(leases)
+            unsealed = [at for at in done if self._sealed[indexes[at]][1] is None]
+            chunks = [self._chunks[indexes[at]] for at in unsealed]
+            checksums = await self._target.checksums(chunks, [hashed[at] for at in unsealed])
+            for at, checksum in zip(unsealed, checksums, strict=True):
+                self._sealed[indexes[at]] = self._sealed[indexes[at]][0], checksum
+            written = [index for at in done if self._sealed[index := indexes[at]][1] is not None]
             valid: list[bool] = []
             if written:
                 ready = [unused.pop(index) for index in written]
-                valid = await self._target.commit(ready, [self._sealed[index][1] for index in written])
+                valid = await self._target.commit(ready, [self._sealed[index][1] or b"" for index in written])
         finally:
             source.release(unused.values())
         self._settle([index for index, ok in zip(written, valid, strict=True) if ok], PushOutcome.OK)

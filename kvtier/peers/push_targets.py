@@ -16,8 +16,8 @@ from kvtier.tiers.host_memory import Reservation
 VERIFY_THREADS = 2
 """Threads that compute checksums, shared by all peers."""
 
-Written = tuple[Reservation, bytes]
-"""A filled reservation, and the payload checksum that the pusher sent."""
+Written = tuple[Reservation, bytes, bytes | None]
+"""A filled reservation, the checksum that the pusher sent, and that of what arrived if it is known."""
 
 
 class PushTarget(ABC):
@@ -116,8 +116,13 @@ class ArenaTarget(PushTarget):
 
     async def verify(self, written: Sequence[Written]) -> Sequence[bool]:
         """Return whether each payload matches its checksum, and write the headers."""
-        items = [(reservation.header, reservation.lease.view, checksum) for reservation, checksum in written]
+        items = [
+            (reservation.header, reservation.lease.view, sent, arrived)
+            for reservation, sent, arrived in written
+        ]
         try:
+            if all(arrived is not None for *_, arrived in items):
+                return [_verify(item) for item in items]
             return await spread(_verify, items, parts=1, executor=self._executor)
         finally:
             items.clear()  # Otherwise the traceback of a cancelled call keeps the arena mapped.
@@ -127,12 +132,14 @@ class ArenaTarget(PushTarget):
         await self._cut_off()
 
 
-def _verify(item: tuple[ChunkHeader, memoryview, bytes]) -> bool:
-    """Verify a payload and write its header, over whatever the pusher wrote there. Runs in a worker thread.
+def _verify(item: tuple[ChunkHeader, memoryview, bytes, bytes | None]) -> bool:
+    """Verify a payload and write its header, over whatever the pusher wrote there.
+
+    Runs in a worker thread, unless the payload was hashed as it arrived.
 
     The chunk is PENDING, so its header is not read before this returns.
     """
-    header, chunk, expected = item
-    checksum = header.checksum(chunk)
+    header, chunk, expected, arrived = item
+    checksum = header.checksum(chunk) if arrived is None else arrived
     chunk[:HEADER_BYTES] = header.packed(checksum)
     return checksum == expected

@@ -280,7 +280,7 @@ class Reservations:
         valid: set[int] = set()
         try:
             target.grants.release(owner, request.grant, list(filled))
-            valid = await self._verify(target, filled, request)
+            valid = await self._verify(target, grant, filled, request)
         finally:
             # Also if cancelled: the right to write has ended, so these cannot be committed again.
             target.commit([filled[index] for index in valid])
@@ -290,7 +290,9 @@ class Reservations:
         self._counts["refused"] += len(filled) - len(valid)
         return [index in valid for index in request.chunks]
 
-    async def _verify(self, target: PushTarget, filled: dict[int, Reservation], request: Commit) -> set[int]:
+    async def _verify(
+        self, target: PushTarget, grant: Grant, filled: dict[int, Reservation], request: Commit
+    ) -> set[int]:
         """Return the reservations that match their checksums and whose writes have ended."""
         backoff = Backoff(MIN_PAUSE_SECONDS, MAX_PAUSE_SECONDS)
         # A write that was in flight when the grant ended has a lease of its own, and may still change bytes.
@@ -302,7 +304,15 @@ class Reservations:
             for at, index in enumerate(request.chunks)
         }
         indexes = [index for index, reservation in filled.items() if reservation.lease.is_exclusive]
-        matches = await target.verify([(filled[index], checksums[index]) for index in indexes])
+        written = [
+            (
+                (one := filled[index]),
+                checksums[index],
+                grant.checksum_of(one.lease, target.offset_of(one), one.header.payload_bytes),
+            )
+            for index in indexes
+        ]
+        matches = await target.verify(written)
         return {index for index, ok in zip(indexes, matches, strict=True) if ok}
 
     def _abandon(self, target: PushTarget, reservations: Iterable[Reservation]) -> None:

@@ -42,6 +42,8 @@ DISCONNECT_SECONDS = 6.0
 
 Read = tuple[RemoteLease, memoryview]
 """A lease, and the view to read into or write from."""
+Written = tuple[Sequence[Outcome], Sequence[bytes | None]]
+"""The outcomes of writes, and the checksums of the views that the transport has hashed."""
 
 
 def timeouts_of(deadline: float) -> Timeouts:
@@ -220,33 +222,43 @@ class Source:
 
     # Transfers.
 
-    async def read(self, reads: Sequence[Read]) -> Sequence[Outcome]:
-        """Read leased chunks into views. Ends at once if the peer is unresponsive or disconnects."""
+    async def read(self, reads: Sequence[Read], *, hashes: bool = False) -> Sequence[Outcome]:
+        """Read leased chunks into views. Ends at once if the peer is unresponsive or disconnects.
+
+        ``hashes``: as :meth:`Link.read_hashed`.
+        """
+        failed: Sequence[Outcome] = [Outcome.FAILED] * len(reads)
+        items = [(lease.span, view) for lease, view in reads]
         return await self._transfer(
-            len(reads), lambda link: link.read([(lease.span, view) for lease, view in reads])
+            failed, lambda link: link.read_hashed(items) if hashes else link.read(items)
         )
 
     async def write(self, writes: Sequence[Read]) -> Sequence[Outcome]:
         """Write views into reserved room. Ends like :meth:`read`."""
+        failed: Sequence[Outcome] = [Outcome.FAILED] * len(writes)
+        items = [(view, lease.span) for lease, view in writes]
+        return await self._transfer(failed, lambda link: link.write(items))
+
+    async def write_hashed(self, writes: Sequence[Read]) -> Written:
+        """Like :meth:`write`. Return also the checksums that the transport has computed."""
+        failed: Written = [Outcome.FAILED] * len(writes), [None] * len(writes)
         return await self._transfer(
-            len(writes), lambda link: link.write([(view, lease.span) for lease, view in writes])
+            failed, lambda link: link.write_hashed([(view, lease.span) for lease, view in writes])
         )
 
-    async def _transfer(
-        self, count: int, transfer: Callable[[Link], Awaitable[Sequence[Outcome]]]
-    ) -> Sequence[Outcome]:
-        outcomes: Sequence[Outcome] = [Outcome.FAILED] * count
+    async def _transfer(self, failed: ResultT, transfer: Callable[[Link], Awaitable[ResultT]]) -> ResultT:
+        result = failed
         if self.over or self.unresponsive:
-            return outcomes
+            return result
         with CancelScope() as scope:
             self._transfers.add(scope)
             try:
-                outcomes = await transfer(await self._open_link())
+                result = await transfer(await self._open_link())
             finally:
                 self._transfers.discard(scope)
                 if not self._transfers:
                     self._drained.set()
-        return outcomes
+        return result
 
     async def prepare(self) -> None:
         """Open the data link ahead of the first transfer, if possible."""

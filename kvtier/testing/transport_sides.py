@@ -78,6 +78,8 @@ class SimpleGrants:
     def __init__(self, arena: Arena) -> None:
         self._arena = arena
         self._granted: dict[int, tuple[Access | None, list[Lease]]] = {}
+        self.checksums: dict[RemoteSpan, bytes] = {}
+        """Of the spans that the transport has hashed, as they arrived last."""
 
     @property
     def leases(self) -> int:
@@ -117,6 +119,10 @@ class SimpleGrants:
             if lease.offset <= span.offset and span.offset + span.length <= lease.offset + lease.length:
                 return lease.share()
         return None
+
+    def arrived(self, span: RemoteSpan, checksum: bytes) -> None:
+        """See :class:`kvtier.transports.base.Grants`."""
+        self.checksums[span] = checksum
 
 
 class Side:

@@ -65,7 +65,7 @@ class Seal:
         found = await self._backend.get(items)
         if not self._verify:
             return [Outcome.OK if outcome is Outcome.VERIFIED else outcome for outcome in found]
-        return await self._checked(items, found, _verify, parts=1)
+        return await self._checked(items, found, _verify, parts=0 if Outcome.OK not in found else 1)
 
     async def _checked(
         self,
@@ -75,7 +75,9 @@ class Seal:
         *,
         parts: int,
     ) -> Sequence[Outcome]:
-        """Check the objects that were found, in ``parts`` threads. Corrupt ones are a ``MISS`` and deleted.
+        """Check the objects that were found, in ``parts`` threads, or at once with 0 of them.
+
+        Corrupt ones are a ``MISS`` and deleted.
 
         ``items`` begin with the key. ``check`` gets whether the backend has hashed the payload, and raises
         :class:`CorruptChunk`.
@@ -83,7 +85,10 @@ class Seal:
         outcomes = list(found)
         fetched = [at for at, outcome in enumerate(outcomes) if outcome in (Outcome.OK, Outcome.VERIFIED)]
         checks = [partial(check, items[at], outcomes[at] is Outcome.VERIFIED) for at in fetched]
-        faults = await spread(_fault, checks, parts=parts, executor=self._executor)
+        if parts:
+            faults = await spread(_fault, checks, parts=parts, executor=self._executor)
+        else:
+            faults = [_fault(check) for check in checks]
         for at in fetched:
             outcomes[at] = Outcome.OK
         corrupt = [(at, fault) for at, fault in zip(fetched, faults, strict=True) if fault]

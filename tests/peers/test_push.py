@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import anyio
 import pytest
 from anyio.lowlevel import checkpoint
+from xxhash import xxh3_128_digest
 
-from kvtier.backends.base import Outcome
+from kvtier import native
 from kvtier.errors import ChannelClosed, PeerError
 from kvtier.memory.header import HEADER_BYTES, ChunkHeader, is_sealed
-from kvtier.peers.push import PushOutcome
-from kvtier.peers.source import Read, Source
+from kvtier.peers.push import Pusher, PushOutcome
+from kvtier.peers.remote_leases import RemoteLease
+from kvtier.peers.source import Read, Source, Written
 from kvtier.pipeline.query import Expected, Query
 from kvtier.testing.backend import make_key
 from tests.rigs.peer_server import corrupt
@@ -35,17 +37,20 @@ def lose_connection(host: Host) -> None:
     client.source.endpoint.end(ChannelClosed("the connection was lost"))
 
 
-def corrupt_writes(monkeypatch: pytest.MonkeyPatch, change: Callable[[memoryview], None]) -> None:
-    """Change the payload of chunk 2 before each write to a peer."""
-    write_all = Source.write
+def send_wrong_checksums(monkeypatch: pytest.MonkeyPatch, times: int) -> None:
+    """Commit chunk 2 with a checksum that what has arrived does not match, as often as that."""
+    commit_all, left = Pusher.commit, iter(range(times))
 
-    async def write(self: Source, writes: Sequence[Read]) -> Sequence[Outcome]:
-        for lease, view in writes:
-            if lease.key == make_key(2):
-                change(view)
-        return await write_all(self, writes)
+    async def commit(
+        self: Pusher, leases: Sequence[RemoteLease], checksums: Sequence[bytes]
+    ) -> Sequence[bool]:
+        sent = [
+            bytes(16) if lease.key == make_key(2) and next(left, None) is not None else checksum
+            for lease, checksum in zip(leases, checksums, strict=True)
+        ]
+        return await commit_all(self, leases, sent)
 
-    monkeypatch.setattr(Source, "write", write)
+    monkeypatch.setattr(Pusher, "commit", commit)
 
 
 # Outcomes.
@@ -314,13 +319,13 @@ async def test_chunk_cleared_during_push_is_not_kept() -> None:
     async with hosts("tcp", 16, 16) as (sender, receiver):
         sender.compute([1])
         async with sender.peers.checkout(receiver.address) as source:
-            write = source.write
+            write = source.write_hashed
 
             async def clear_first(writes: list[Read]) -> Any:
                 await receiver.cache.clear(keys_of([1]))
                 return await write(writes)
 
-            source.write = clear_first  # type: ignore[assignment, method-assign]
+            source.write_hashed = clear_first  # type: ignore[assignment, method-assign]
             await sender.transfer_kv(receiver, [1]).finish()
         assert receiver.held([1]) == []
 
@@ -410,19 +415,14 @@ async def test_leases_of_queued_chunks_are_bounded() -> None:
 
 
 @pytest.mark.parametrize("kind", BOTH)
-async def test_bytes_changed_after_checksum_are_refused_and_retried(
+async def test_bytes_that_do_not_match_their_checksum_are_refused_and_retried(
     kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with hosts(kind, 64, 64) as (sender, receiver):
         sender.compute(range(1, 4))
-
-        def flip(view: memoryview) -> None:
-            view[777] ^= 1
-
-        corrupt_writes(monkeypatch, flip)
+        send_wrong_checksums(monkeypatch, 1)
         found = receiver.look_up(range(1, 4))
         result = await sender.transfer_kv(receiver, range(1, 4)).finish()
-        # The second attempt flips the bit back, and succeeds.
         assert list(result.outcomes.values()) == [OK, OK, OK]
         assert receiver.counts["refused"] == 1
         assert await receiver.settle(found) == 3
@@ -434,18 +434,47 @@ async def test_persistently_corrupt_chunk_is_never_served(
 ) -> None:
     async with hosts("tcp", 64, 64, checksum=checksum) as (sender, receiver):
         sender.compute(range(1, 4))
-
-        def change(view: memoryview) -> None:
-            view[777] |= 0x80
-            view[778] = (view[778] + 1) % 256
-
-        corrupt_writes(monkeypatch, change)
+        send_wrong_checksums(monkeypatch, 2)
         found = receiver.look_up(range(1, 4))
         result = await sender.transfer_kv(receiver, range(1, 4)).finish()
         assert result.outcomes[make_key(2)] is FAILED
         assert receiver.held([2]) == []
         assert receiver.counts["refused"] == 2
         assert await receiver.settle(found) == 1
+
+
+async def test_sealed_chunk_that_changed_in_memory_is_refused() -> None:
+    async with hosts("tcp", 64, 64) as (sender, receiver):
+        sender.compute(range(1, 4))
+        found = sender.cache.look_up(Query(keys_of(range(1, 4))))
+        items = [(chunk.key, chunk.lease.view) for chunk in found.chunks]
+        await sender.cache.memory.sealer.seal(items)
+        items[1][1][777] ^= 1
+        items.clear()
+        found.release()
+        result = await sender.transfer_kv(receiver, range(1, 4)).finish()
+        assert result.outcomes[make_key(2)] is FAILED
+        assert receiver.counts["refused"] == 2
+
+
+async def test_what_is_hashed_on_the_way_is_not_hashed_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    if not native.available():
+        pytest.skip("only native code hashes what it moves")
+    hashed: list[int] = []
+    monkeypatch.setattr(ChunkHeader, "checksum", lambda header, chunk: hashed.append(len(chunk)))
+    async with hosts("tcp", 64, 64) as (sender, receiver):
+        sender.compute(range(1, 4))
+        result = await sender.transfer_kv(receiver, range(1, 4)).finish()
+        assert list(result.outcomes.values()) == [OK, OK, OK]
+        for host in sender, receiver:
+            found = host.cache.look_up(Query(keys_of(range(1, 4))))
+            for chunk in found.chunks:
+                header, checksum = ChunkHeader.read(chunk.lease.view, chunk.key)
+                payload = chunk.lease.view[HEADER_BYTES : HEADER_BYTES + header.payload_bytes]
+                assert checksum == xxh3_128_digest(payload)
+            payload = memoryview(b"")
+            found.release()
+    assert hashed == []
 
 
 # Connection loss.
@@ -462,15 +491,15 @@ async def test_push_resumes_over_a_new_connection_after_a_loss(
         sender.compute(range(1, 6))
         await until(lambda: receiver.held([5]))
         if when == "written":
-            write_all, losses = Source.write, iter([True])
+            write_all, losses = Source.write_hashed, iter([True])
 
-            async def write(self: Source, writes: Sequence[Read]) -> Sequence[Outcome]:
+            async def write(self: Source, writes: Sequence[Read]) -> Written:
                 outcomes = await write_all(self, writes)
                 if next(losses, False):
                     lose_connection(sender)
                 return outcomes
 
-            monkeypatch.setattr(Source, "write", write)
+            monkeypatch.setattr(Source, "write_hashed", write)
         else:
             lose_connection(sender)
         sender.compute(range(6, 11))

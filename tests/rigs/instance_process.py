@@ -253,8 +253,8 @@ def _release_intact(found: FoundPrefix) -> int:
 
 
 def _block_after(batches: int) -> anyio.Event:
-    """Block ``Source.write`` in the middle of a batch after so many; return the event that unblocks it."""
-    write_all, remaining, resume = Source.write, iter(range(batches)), anyio.Event()
+    """Block ``Source.write_hashed`` amid a batch after so many; return the event that unblocks it."""
+    write_all, remaining, resume = Source.write_hashed, iter(range(batches)), anyio.Event()
 
     async def write(self: Source, writes: list[Read]) -> Any:
         if next(remaining, None) is None and not resume.is_set():
@@ -262,7 +262,7 @@ def _block_after(batches: int) -> anyio.Event:
             await resume.wait()
         return await write_all(self, writes)
 
-    Source.write = write  # type: ignore[assignment, method-assign]
+    Source.write_hashed = write  # type: ignore[assignment, method-assign]
     return resume
 
 

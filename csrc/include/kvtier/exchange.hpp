@@ -6,6 +6,8 @@
 #include <span>
 #include <vector>
 
+#include "kvtier/hashes.hpp"
+
 namespace kvtier::sockets {
 
 enum class Kind {
@@ -39,7 +41,9 @@ struct Progress {
 //
 // An `expect` receives into `unread`, which must be as long as the longest `expect`. On a mismatch `unread` holds the
 // `bytes` that were received; nothing beyond the expected length is read.
+//
+// What is sent and received is given to `hashes`, if any.
 Progress exchange(int socket, std::span<const Operation> operations, std::span<std::byte> unread,
-                  std::chrono::steady_clock::time_point deadline, bool waits = true);
+                  std::chrono::steady_clock::time_point deadline, bool waits = true, Hashes* hashes = nullptr);
 
 }  // namespace kvtier::sockets

@@ -18,6 +18,7 @@ struct Conversation {
     std::vector<Operation> operations;
     std::span<std::byte> unread;
     std::chrono::steady_clock::time_point deadline;
+    Hashes* hashes = nullptr;  // as in exchange()
 };
 
 struct Ended {

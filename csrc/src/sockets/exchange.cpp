@@ -10,6 +10,7 @@
 #include <algorithm>
 #include <array>
 #include <cerrno>
+#include <cstdint>
 #include <cstring>
 
 namespace kvtier::sockets {
@@ -19,6 +20,9 @@ namespace {
 using Clock = std::chrono::steady_clock;
 
 constexpr std::size_t max_spans_per_call = 1024;  // IOV_MAX on Linux
+
+// Bytes that are moved in one call if they are hashed: they are still in the L2 cache then.
+constexpr std::size_t hashed_per_call = 1 << 19;
 
 // A blocked send checks at this interval whether the peer has closed the connection.
 constexpr auto check_interval = std::chrono::milliseconds(100);
@@ -42,12 +46,14 @@ public:
 
     bool empty() const { return at_ == spans_.size(); }
 
-    // The remaining spans, at most as many as one call accepts.
-    msghdr message() {
+    // The remaining spans, at most as many as one call accepts, and up to `limit` bytes.
+    msghdr message(std::size_t limit) {
         std::size_t count = 0;
         std::size_t skipped = done_;
-        for (std::size_t at = at_; at < spans_.size() && count < vectors_.size(); ++at, skipped = 0) {
-            vectors_[count++] = {spans_[at].data + skipped, spans_[at].length - skipped};
+        for (std::size_t at = at_; at < spans_.size() && count < vectors_.size() && limit > 0; ++at, skipped = 0) {
+            const std::size_t length = std::min(spans_[at].length - skipped, limit);
+            vectors_[count++] = {spans_[at].data + skipped, length};
+            limit -= length;
         }
         msghdr message{};
         message.msg_iov = vectors_.data();
@@ -127,15 +133,29 @@ Moved send(int socket, const msghdr& message, const Timeout& timeout) {
     }
 }
 
+// Give the first `bytes` of a message to `hashes`.
+void hash(Hashes* hashes, const msghdr& message, std::size_t bytes) {
+    for (std::size_t at = 0; hashes != nullptr && bytes > 0 && at < message.msg_iovlen; ++at) {
+        const iovec& vector = message.msg_iov[at];
+        const std::size_t length = std::min(vector.iov_len, bytes);
+        hashes->move(static_cast<const std::byte*>(vector.iov_base), length);
+        bytes -= length;
+    }
+}
+
 // Send or receive all spans; `done` counts the bytes. Returns an errno, or 0.
-int move_all(int socket, const Operation& operation, const Timeout& timeout, std::size_t& done) {
+int move_all(int socket, const Operation& operation, const Timeout& timeout, Hashes* hashes, std::size_t& done) {
     const bool sends = operation.kind == Kind::send;
+    const std::size_t limit = hashes != nullptr ? hashed_per_call : SIZE_MAX;
     Cursor rest(operation.spans);
     while (!rest.empty()) {
-        msghdr message = rest.message();
+        msghdr message = rest.message(limit);
+        // Before they are sent: the kernel then copies them from the cache.
+        if (sends) hash(hashes, message, limit);
         const Moved moved =
             sends ? send(socket, message, timeout) : receive(socket, message, MSG_WAITALL, timeout);
         if (moved.error != 0) return moved.error;
+        if (!sends) hash(hashes, message, moved.bytes);
         rest.advance(moved.bytes);
         done += moved.bytes;
     }
@@ -162,7 +182,7 @@ int expect(int socket, Span wanted, std::span<std::byte> unread, const Timeout& 
 }  // namespace
 
 Progress exchange(int socket, std::span<const Operation> operations, std::span<std::byte> unread,
-                  Clock::time_point deadline, bool waits) {
+                  Clock::time_point deadline, bool waits, Hashes* hashes) {
     const Timeout timeout{deadline, waits};
     Progress progress;
     for (const Operation& operation : operations) {
@@ -171,7 +191,7 @@ Progress exchange(int socket, std::span<const Operation> operations, std::span<s
         progress.error =
             operation.kind == Kind::expect
                 ? expect(socket, operation.spans.front(), unread, timeout, progress.bytes, equal)
-                : move_all(socket, operation, timeout, progress.bytes);
+                : move_all(socket, operation, timeout, hashes, progress.bytes);
         if (progress.error != 0 || !equal) return progress;
         ++progress.operations;
     }

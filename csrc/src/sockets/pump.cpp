@@ -59,7 +59,8 @@ void Pump::Crew::work() {
         Conversation next = std::move(queue.front());
         queue.pop_front();
         lock.unlock();
-        const Progress progress = exchange(next.socket, next.operations, next.unread, next.deadline);
+        const Progress progress =
+            exchange(next.socket, next.operations, next.unread, next.deadline, true, next.hashes);
         lock.lock();
         report({next.ticket, progress});
     }

@@ -59,21 +59,24 @@ class IoExecutor:
             self._core.close()
             self._core = None
 
-    async def converse(self, connection: Connection, operations: Sequence[Operation]) -> Progress:
+    async def converse(
+        self, connection: Connection, operations: Sequence[Operation], hashes: _native.Hashes | None = None
+    ) -> Progress:
         """Execute operations; see :meth:`Connection.exchange`. Small ones run in the event loop.
 
-        Cancellation interrupts ``connection``, and returns only when the memory is unused.
+        Native code gives what it moves to ``hashes``. Cancellation interrupts ``connection``, and returns
+        only when the memory is unused.
         """
         if connection.buffered or not connection.is_plain or not native.available():
             return await self._exchange(connection, operations)
         if sum(len(buffer) for _, buffers in operations for buffer in buffers) <= SMALL_BYTES:
-            return await self._in_loop(connection, operations)
+            return await self._in_loop(connection, operations, hashes)
         try:
             seconds = connection.deadline.remaining()
         except TimeoutError as error:
             return Progress(0, 0, error.with_traceback(None))
         kinds = [kind for kind, _ in operations]
-        ended = self.start(connection.fileno(), operations, connection.scratch, seconds)
+        ended = self.start(connection.fileno(), operations, connection.scratch, seconds, hashes)
         # A cancelled task may keep this frame alive for longer than the memory is valid.
         del operations
         progress = progress_of(*await finished(ended, connection.interrupt))
@@ -82,7 +85,12 @@ class IoExecutor:
         return progress
 
     def start(
-        self, fd: int, operations: Sequence[Operation], unread: bytearray, seconds: float
+        self,
+        fd: int,
+        operations: Sequence[Operation],
+        unread: bytearray,
+        seconds: float,
+        hashes: _native.Hashes | None = None,
     ) -> asyncio.Future[tuple[int, int, int]]:
         """Run :func:`_native.exchange` in a native thread, which holds the memory until it completes."""
         if self._core is None:
@@ -90,7 +98,7 @@ class IoExecutor:
             self._loop = asyncio.get_running_loop()
             self._loop.add_reader(self._core.fileno(), self._collect)
         ended = self._loop.create_future()
-        self._waiting[self._core.start(fd, operations, unread, seconds)] = ended
+        self._waiting[self._core.start(fd, operations, unread, seconds, hashes)] = ended
         return ended
 
     def _collect(self) -> None:
@@ -107,7 +115,9 @@ class IoExecutor:
         await finished(work, connection.interrupt)
         return results[0]
 
-    async def _in_loop(self, connection: Connection, operations: Sequence[Operation]) -> Progress:
+    async def _in_loop(
+        self, connection: Connection, operations: Sequence[Operation], hashes: _native.Hashes | None
+    ) -> Progress:
         loop = asyncio.get_running_loop()
         fd, scratch = connection.fileno(), connection.scratch
         timer = loop.call_later(connection.deadline.left, connection.interrupt)
@@ -115,7 +125,7 @@ class IoExecutor:
         rest = list(operations)
         try:
             while True:
-                progress = progress_of(*native.core.exchange_now(fd, rest, scratch))
+                progress = progress_of(*native.core.exchange_now(fd, rest, scratch, hashes))
                 done += progress.operations
                 received = progress.received + (0 if progress.operations else received)
                 del rest[: progress.operations]

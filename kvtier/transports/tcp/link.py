@@ -24,7 +24,7 @@ from kvtier.concurrency.sockets.connection import (
 from kvtier.concurrency.sockets.executor import IoExecutor
 from kvtier.concurrency.sockets.pool import ConnectionPool
 from kvtier.concurrency.tasks import wait_shielded
-from kvtier.transports.base import Access, Dial, Link, ReadItem, RemoteSpan, WriteItem
+from kvtier.transports.base import Access, Dial, Link, ReadItem, WriteItem
 from kvtier.transports.tcp.queue import Batch, Part, PartQueue
 from kvtier.transports.tcp.wire import (
     CONFIRMED_BYTES,
@@ -64,16 +64,31 @@ class TcpLink(Link):
         self._pool = ConnectionPool(connections, self._connect)
         self._queue = PartQueue()
         self._drivers: set[asyncio.Task[None]] = set()
+        self._direct = 0
+        """Connections that callers use in their own tasks."""
         self._deadlines: set[Deadline] = set()
         self._closing = asyncio.Event()
 
     async def read(self, items: Sequence[ReadItem]) -> Sequence[Outcome]:
         """See :meth:`Link.read`. After a connection loss, bytes that have arrived are not requested again."""
-        return await self._transfer(Access.READ, items)
+        return (await self._transfer(Access.READ, items, hashes=False)).outcomes
+
+    async def read_hashed(self, items: Sequence[ReadItem]) -> Sequence[Outcome]:
+        """See :meth:`Link.read_hashed`. Not with TLS, and not items that several connections share."""
+        batch = await self._transfer(Access.READ, items)
+        return [
+            Outcome.VERIFIED if outcome is Outcome.OK and checksum is not None else outcome
+            for outcome, checksum in zip(batch.outcomes, batch.checksums, strict=True)
+        ]
 
     async def write(self, items: Sequence[WriteItem]) -> Sequence[Outcome]:
         """See :meth:`Link.write`. After a connection loss, all unconfirmed bytes are sent again."""
-        return await self._transfer(Access.WRITE, [(span, view) for view, span in items])
+        return (await self._transfer(Access.WRITE, _turned(items), hashes=False)).outcomes
+
+    async def write_hashed(self, items: Sequence[WriteItem]) -> tuple[Sequence[Outcome], list[bytes | None]]:
+        """See :meth:`Link.write_hashed`. Not with TLS, and not for items that several connections share."""
+        batch = await self._transfer(Access.WRITE, _turned(items))
+        return batch.outcomes, batch.checksums
 
     async def close(self) -> None:
         """Interrupt every connection, and wait for the drivers to exit."""
@@ -86,29 +101,59 @@ class TcpLink(Link):
                 await asyncio.wait(self._drivers)
         self._pool.close()
 
-    async def _transfer(
-        self, access: Access, items: Sequence[tuple[RemoteSpan, memoryview]]
-    ) -> Sequence[Outcome]:
-        batch = Batch(access, items, self._pool.size)
+    async def _transfer(self, access: Access, items: Sequence[ReadItem], *, hashes: bool = True) -> Batch:
+        # The connections of other batches will not be free before those of this one.
+        spread = max(self._free, 1)
+        batch = Batch(access, items, spread, hashes=hashes)
         if not batch.parts:
-            return batch.outcomes
-        self._queue.add(batch.parts)
-        for _ in range(min(self._pool.size - len(self._drivers), len(self._queue))):
-            driver = asyncio.ensure_future(self._drive())
-            self._drivers.add(driver)
-            driver.add_done_callback(self._driver_done)
+            return batch
+        direct = len(batch.parts) == 1 and self._free > 0 and not self._queue
+        queue = PartQueue() if direct else self._queue
         # Not a cancel scope: only this batch ends, and the drivers go on with the others.
-        timer = asyncio.get_running_loop().call_later(self._deadline, self._queue.abandon, batch)
+        timer = asyncio.get_running_loop().call_later(self._deadline, lambda: queue.abandon(batch))
         try:
-            await batch.released.wait()
+            if direct:
+                await self._transfer_directly(batch, queue)
+                queue = self._queue
+            if not batch.released.is_set():
+                self._queue.add([part for part in batch.parts if part.pieces])
+                self._start_drivers()
+                await batch.released.wait()
         except asyncio.CancelledError:
-            self._queue.abandon(batch)
+            queue.abandon(batch)
             await wait_shielded([batch.released])
             raise
         finally:
             timer.cancel()
             batch.forget()  # A driver's frame may refer to its parts for longer.
-        return batch.outcomes
+        return batch
+
+    @property
+    def _free(self) -> int:
+        """How many further connections may be used."""
+        return self._pool.size - len(self._drivers) - self._direct
+
+    async def _transfer_directly(self, batch: Batch, queue: PartQueue) -> None:
+        """Transfer a batch of one part in the caller's task: a driver would cost a task and its switches.
+
+        Only over an open connection. What is left after an error is for the drivers.
+        """
+        connection = self._pool.idle()
+        if connection is None:
+            return
+        queue.add(batch.parts)
+        self._direct += 1
+        try:
+            await self._use_connection(_Attempts(), queue, connection)
+        finally:
+            self._direct -= 1
+            self._start_drivers()  # For what was queued meanwhile.
+
+    def _start_drivers(self) -> None:
+        for _ in range(min(self._free, len(self._queue))):
+            driver = asyncio.ensure_future(self._drive())
+            self._drivers.add(driver)
+            driver.add_done_callback(self._driver_done)
 
     def _driver_done(self, driver: asyncio.Task[None]) -> None:
         self._drivers.discard(driver)
@@ -121,7 +166,7 @@ class TcpLink(Link):
         assert driver is not None
         try:
             while self._queue:
-                await self._use_connection(attempts)
+                await self._use_connection(attempts, self._queue)
                 if attempts.is_peer_lost:
                     self._queue.fail()
                 if attempts.pause:
@@ -131,15 +176,17 @@ class TcpLink(Link):
             # Not only in its callback, which runs later: what is queued until then needs another driver.
             self._drivers.discard(driver)
 
-    async def _use_connection(self, attempts: _Attempts) -> None:
+    async def _use_connection(
+        self, attempts: _Attempts, queue: PartQueue, connection: Connection | None = None
+    ) -> None:
         """Transfer queued parts over one connection until the queue is empty or the connection breaks."""
         requester: Requester | None = None
         deadline = Deadline(self._deadline)
         self._deadlines.add(deadline)
         try:
-            connection = await self._pool.connected(deadline)
+            connection = connection or await self._pool.connected(deadline)
             with self._pool.bound(connection, deadline):
-                requester = Requester(connection, self._queue, self._pool.executor, self._deadline)
+                requester = Requester(connection, queue, self._pool.executor, self._deadline)
                 await requester.run()
         except OSError as error:
             attempts.failed(error)
@@ -253,7 +300,7 @@ class Requester:
         try:
             conversation = self._conversation(new, wanted)
             kinds = [kind for kind, _ in conversation]
-            conversing = self._executor.converse(self._connection, conversation)
+            conversing = self._executor.converse(self._connection, conversation, part.hashes())
             del conversation  # See :meth:`IoExecutor.converse`: a cancelled task may keep this frame.
             progress = await conversing
             confirmed = kinds[: progress.operations].count(EXPECT)
@@ -321,6 +368,10 @@ def _writing(part: Part) -> list[Operation]:
         operations += [(EXPECT, [confirmation]), *sent[index + AHEAD :][:1]]
         confirmation = MARK
     return operations
+
+
+def _turned(items: Sequence[WriteItem]) -> list[ReadItem]:
+    return [(span, view) for view, span in items]
 
 
 def _request(part: Part) -> bytes:

@@ -7,18 +7,22 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import anyio
 
+from kvtier import native
 from kvtier.backends.base import Outcome
 from kvtier.concurrency.sockets.connection import Connection
 from kvtier.transports.base import Access, RemoteSpan
-from kvtier.transports.tcp.wire import MAX_SPANS, is_encodable
+from kvtier.transports.tcp.wire import MAX_REQUEST_BYTES, MAX_SPANS, is_encodable
+
+if TYPE_CHECKING:
+    import kvtier._native as _native
 
 PART_BYTES = 16 << 20
-"""Maximum size of one request."""
-MIN_PART_BYTES = 1 << 20
+"""Maximum size of one request, unless it is for a single item."""
+MIN_PART_BYTES = 4 << 20
 """Minimum size of a part: smaller ones are not worth a further connection."""
 
 
@@ -33,14 +37,29 @@ class Piece(NamedTuple):
 class Part:
     """The outstanding pieces of one request of a batch."""
 
-    __slots__ = ("batch", "pieces")
+    __slots__ = ("_hashed", "_hashes", "batch", "pieces")
 
     def __init__(self, batch: Batch, pieces: Iterable[Piece]) -> None:
         self.batch = batch
         self.pieces = deque(pieces)
+        self._hashed: list[int] = []
+        self._hashes: _native.Hashes | None = None
+
+    def hashes(self) -> _native.Hashes | None:
+        """Return what hashes the items that are whole in this part. Call it for each attempt to move them."""
+        if self.batch.hashes:
+            self._hashed, self._hashes = [], native.core.Hashes()
+            for item, _, view in self.pieces:
+                if len(view) == self.batch.lengths[item]:
+                    self._hashed.append(item)
+                    self._hashes.add(view, self.batch.access is Access.READ)
+        return self._hashes
 
     def settle(self, outcomes: Sequence[Outcome]) -> None:
         """Record the outcome of each piece. The part is done."""
+        if self._hashes is not None:
+            for item, checksum in zip(self._hashed, self._hashes.digests(), strict=True):
+                self.batch.checksums[item] = checksum
         self.batch.settle(zip([piece.item for piece in self.pieces], outcomes, strict=True))
         self.pieces.clear()
 
@@ -77,17 +96,30 @@ class Part:
 class Batch:
     """The items of one call. Their memory is in use until :attr:`released`. Used from the event loop."""
 
-    def __init__(self, access: Access, items: Sequence[tuple[RemoteSpan, memoryview]], spread: int) -> None:
+    def __init__(
+        self,
+        access: Access,
+        items: Sequence[tuple[RemoteSpan, memoryview]],
+        spread: int,
+        *,
+        hashes: bool = False,
+    ) -> None:
         self.access = access
+        self.hashes = hashes and native.available()
         self.outcomes = [Outcome.OK] * len(items)
+        self.checksums: list[bytes | None] = [None] * len(items)
+        """Of what was hashed while it was moved: see :class:`Hashes` of the native core."""
+        self.lengths = [len(view) for _, view in items]
         self.released = anyio.Event()
         """Set when the memory is not in use any more: all parts are done, or the batch has ended."""
         self.ended = False
         """Whether the remaining transfers are abandoned: the caller does not wait for them."""
         self._users = 0
         self._left = [0] * len(items)
-        total = sum(len(view) for _, view in items)
-        size = min(max(-(-total // spread), MIN_PART_BYTES), PART_BYTES)
+        share = -(-sum(self.lengths) // spread)
+        size = min(max(share, MIN_PART_BYTES), PART_BYTES)
+        # An item is not cut if all connections have work nevertheless: only whole ones are hashed.
+        size = max(size, min(max(self.lengths, default=0), share, MAX_REQUEST_BYTES))
         self.parts = [Part(self, pieces) for pieces in self._cut(items, size)]
         self._unsettled = sum(self._left)
 
@@ -101,6 +133,9 @@ class Batch:
                 self.outcomes[item] = Outcome.MISS
                 continue
             start = 0
+            if pieces and size_so_far + len(view) > size >= len(view):
+                yield pieces
+                pieces, size_so_far = [], 0
             while True:
                 length = min(len(view) - start, size - size_so_far)
                 cut = RemoteSpan(span.grant, span.offset + start, length)

@@ -17,6 +17,7 @@ import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
+from typing import TYPE_CHECKING
 
 from kvtier import native
 from kvtier.concurrency.sockets.connection import (
@@ -44,6 +45,9 @@ from kvtier.logs import RateLimitedLog
 from kvtier.memory.slices import Lease
 from kvtier.transports.base import Access, Grants, RemoteSpan
 from kvtier.transports.tcp.wire import CONFIRMED_BYTES, MARK, Request, RequestReader, encode_answer
+
+if TYPE_CHECKING:
+    import kvtier._native as _native
 
 Step = tuple[int, Buffers]
 """An operation of :mod:`kvtier.concurrency.sockets.connection`, and its remaining buffers."""
@@ -149,16 +153,26 @@ class Session:
     async def _receive(self, spans: Sequence[RemoteSpan]) -> None:
         leases: list[Lease] = []
         steps: list[Step] = []
+        self._stream.hashes = hashes = native.core.Hashes() if native.available() else None
         try:
             views = [self._lease(span, Access.WRITE, leases) for span in spans]
             confirmation = encode_answer(Access.WRITE, [view is not None for view in views])
             for run in split_runs(_targets(spans, views), CONFIRMED_BYTES):
                 steps += [(RECEIVE, run), (SEND, deque([memoryview(confirmation)]))]
                 confirmation = MARK
+            granted = [span for span, view in zip(spans, views, strict=True) if view]
+            if hashes is not None:
+                for granted_view in filter(None, views):
+                    hashes.add(granted_view, False)
+                    del granted_view
             views = []
             self._copy_buffered(steps[0][1])
             await self._run_steps(*steps)
+            for span, checksum in zip(granted, hashes.digests(), strict=True) if hashes else ():
+                if checksum is not None:
+                    self._grants.arrived(span, checksum)
         finally:
+            self._stream.hashes = None
             for _, buffers in steps:
                 buffers.clear()
             for lease in leases:
@@ -168,7 +182,7 @@ class Session:
         """Copy payload that arrived with the request to the first targets."""
         while targets and (data := self._reader.take(len(targets[0]))):
             targets[0][: len(data)] = data
-            advance(targets, len(data))
+            _advance(targets, len(data), self._stream.hashes)
 
     def _lease(self, span: RemoteSpan, access: Access, leases: list[Lease]) -> memoryview | None:
         """Lease the memory of a span, append the lease to ``leases``, and return the memory if granted."""
@@ -198,6 +212,9 @@ class Session:
 
 class Stream:
     """A plain socket. It is in blocking mode; calls from the event loop pass ``MSG_DONTWAIT``."""
+
+    hashes: _native.Hashes | None = None
+    """Gets what is moved, except by TLS."""
 
     def __init__(self, connected: socket.socket) -> None:
         self._socket = connected
@@ -232,7 +249,7 @@ class Stream:
                     moved = self._socket.sendmsg(next_buffers, [], socket.MSG_DONTWAIT)
                 else:
                     moved = unless_closed(self._socket.recvmsg_into(next_buffers, 0, socket.MSG_DONTWAIT)[0])
-                advance(buffers, moved)
+                _advance(buffers, moved, self.hashes)
         return True
 
     async def until_possible(self, step: Step) -> None:
@@ -251,7 +268,7 @@ class Stream:
         if not native.available():
             return await self._move_in_thread(steps, executor)
         operations = [(kind, list(buffers)) for kind, buffers in steps]
-        ended = executor.start(self._socket.fileno(), operations, _NOTHING, POLL_SECONDS)
+        ended = executor.start(self._socket.fileno(), operations, _NOTHING, POLL_SECONDS, self.hashes)
         # A cancelled task may keep this frame, and with it the views, longer than the leases.
         del operations
         done, moved, number = await finished(ended, self.interrupt)
@@ -350,6 +367,16 @@ class TLSStream(Stream):
 def stream_over(connected: socket.socket) -> Stream:
     """Return the stream for a connected socket, plain or TLS."""
     return TLSStream(connected) if isinstance(connected, ssl.SSLSocket) else Stream(connected)
+
+
+def _advance(buffers: Buffers, moved: int, hashes: _native.Hashes | None) -> None:
+    """Drop the bytes that have been moved, and hash them."""
+    while moved:
+        view = buffers[0][:moved]
+        if hashes is not None:
+            hashes.move(view)
+        moved -= len(view)
+        advance(buffers, len(view))
 
 
 def _targets(spans: Sequence[RemoteSpan], views: Sequence[memoryview | None]) -> Iterator[memoryview]:
