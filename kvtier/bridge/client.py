@@ -238,7 +238,7 @@ class SchedulerBridge(Bridge):
 
         The final answer may take up to ``query.expect_seconds`` longer. ``described``: the request;
         then :meth:`take_explanations` returns why chunks are missing. ``trace``: what it belongs to, if any.
-        ``renews``: the ticket of an earlier lookup, which this one ends unless it returns ``None``.
+        ``renews``: the ticket of the first lookup of a request that looks once more; both stay open.
         """
         if not (query.keys or query.block_tags) or not self.accepts_requests:
             return None
@@ -255,7 +255,6 @@ class SchedulerBridge(Bridge):
         )
         if call is None:
             return None
-        self._lookups.pop(renews, None)
         self._lookups[call.ticket] = LookupState(call)
         return call.ticket
 

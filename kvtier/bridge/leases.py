@@ -46,8 +46,6 @@ class Ticket:
     pending: FoundPrefix | None = None
     """The part that has not been reported to the engine yet."""
     cancelled: bool = False
-    tokens: int = 0
-    """How many of its tokens count as hits."""
 
     def cancel(self) -> None:
         """Stop waiting for the pending part."""
@@ -146,9 +144,9 @@ class ReadLeases:
             if grant is not None and (start >= len(grant.numbers) or start in grant.ended):
                 grant = None
             elif grant is not None and not grant.ended:
-                rest = grant.numbers[start:] if start else grant.numbers
-                if leases[at : at + len(rest)] == rest:
-                    count = len(rest)
+                most = min(len(grant.numbers) - start, len(leases) - at)
+                if leases[at : at + most] == grant.numbers[start : start + most]:
+                    count = most
             yield grant, start, count
             at += count
 

@@ -6,6 +6,7 @@ import random
 import time
 from array import array
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from itertools import islice, repeat
 from typing import TYPE_CHECKING
 
@@ -56,6 +57,18 @@ MIN_LENGTHS = 200
 """Prompts to look at before their typical length is known."""
 
 
+@dataclass(slots=True)
+class Asked:
+    """A request whose outcome is awaited."""
+
+    began_at: float
+    """When it was first looked up."""
+    hit_tokens: int = 0
+    """How many of its tokens count as hits, whether or not they have arrived."""
+    explanation: Explanation | None = None
+    """Why chunks are missing, once known."""
+
+
 class EngineSession:
     """Leases, reservations and lookups of one engine. They end with it.
 
@@ -87,8 +100,8 @@ class EngineSession:
         self._recorder = recorder
         self.reads = ReadLeases(numbers)
         self.writes = PendingWrites(cache, hello.layout.ranks)
-        self._asked: dict[int, tuple[float, Explanation | None]] = {}
-        """When each lookup began whose outcome is awaited, and why its chunks are missing, once known."""
+        self._asked: dict[int, Asked] = {}
+        """Requests whose outcome is awaited, by the ticket of their first lookup."""
         self.absent_ranks: set[int] = set()
         """Ranks that have left and not returned. They never fill what is reserved meanwhile."""
 
@@ -108,7 +121,7 @@ class EngineSession:
         """Return the immediate answer, and the lookup itself, of which parts may still be in flight."""
         keys = split_keys(request.keys)
         expected = self._expected(len(keys), request.tokens)
-        renewed = self.reads.find(request.renews)
+        asked = self._asked.get(request.renews)
         if self._recorder is not None and not request.repeated:
             self._recorder.record(
                 request.keys, request.tokens, self.layout.chunk_tokens, self._whole_bytes, request.hints
@@ -124,7 +137,7 @@ class EngineSession:
             expect_seconds=request.expect_seconds,
             expect_chunks=request.expect_chunks,
             repeated=request.repeated,
-            counted=(0 if renewed is None else renewed.tokens) if request.renews else None,
+            counted=None if asked is None else asked.hit_tokens,
             canary=request.canary,
         )
         if request.canary:
@@ -133,14 +146,13 @@ class EngineSession:
             found = self._cache.look_up_state(query, expected, self._state_bytes)
         else:
             found = self._cache.look_up(query, expected, staged=self._buffers)
-        # After the lookup: what the earlier one has leased is found again.
-        self.reads.cancel(request.renews)
-        ticket = self.reads.begin(request.ticket)
-        if request.described is not None and (request.renews or not request.repeated):
-            began_at, _ = self._asked.pop(request.renews, (found.began_at, None))
-            self._asked[request.ticket] = (began_at, None)
+        if request.described is not None and not request.repeated:
+            asked = self._asked[request.ticket] = Asked(found.began_at)
             if len(self._asked) > MAX_ASKED:
                 del self._asked[next(iter(self._asked))]
+        if asked is not None:
+            asked.hit_tokens = max(asked.hit_tokens, found.hit_tokens)
+        ticket = self.reads.begin(request.ticket)
         answer = self._grant(ticket, found, fetching=found.in_flight)
         if answer.fetching:
             ticket.pending = found
@@ -228,7 +240,6 @@ class EngineSession:
         buffer = 0 if staging is None else staging.number
         found = Found(ticket.number, [], [], [], fetching, buffer, lookup.held, needed=lookup.needed)
         ready = lookup.take_ready()
-        ticket.tokens = lookup.hit_tokens
         if fetching:
             found = self._with_pending_sources(found, lookup)
         elif lookup.partial:
@@ -244,8 +255,9 @@ class EngineSession:
 
     def explain(self, request: LookupRequest, found: FoundPrefix, log: RequestLog) -> Explanation | None:
         """Return why chunks of a settled lookup are missing, if any; ``None`` if the engine has not asked."""
-        described = request.described
-        if request.ticket not in self._asked or described is None:
+        described, first = request.described, request.renews or request.ticket
+        asked = self._asked.get(first)
+        if asked is None or described is None:
             return None
         misses = self._cache.explain(found, self.namespace, described.adapter, described.beginning)
         misses = [self._or_image(miss, described.images) for miss in misses]
@@ -254,9 +266,9 @@ class EngineSession:
             parted = next((miss for miss in misses if miss.reason is MissReason.DIVERGES), None)
             if parted is not None:
                 self._note_parted(parted, tags.root, found.query, described.prompt, log.breakers)
-        explanation = Explanation(request.ticket, found.whole * self.layout.chunk_tokens, misses)
-        self._asked[request.ticket] = self._asked[request.ticket][0], explanation
-        return explanation
+        asked.hit_tokens = max(asked.hit_tokens, found.hit_tokens)
+        asked.explanation = Explanation(first, found.whole * self.layout.chunk_tokens, misses)
+        return asked.explanation
 
     def _note_parted(
         self, miss: Miss, root: ChunkKey, query: Query, prompt: bytes, breakers: Breakers
@@ -282,9 +294,9 @@ class EngineSession:
     def end(self, outcome: Outcome, log: RequestLog) -> None:
         """Report what became of a request."""
         now = time.monotonic()
-        began_at, explanation = self._asked.pop(outcome.ticket, (now, None))
-        tokens = outcome.tokens, outcome.engine_tokens, outcome.hits, outcome.misses(explanation)
-        log.add(RequestReport(time.time(), outcome.request, self.name, *tokens, now - began_at))
+        asked = self._asked.pop(outcome.ticket, None) or Asked(now)
+        tokens = outcome.tokens, outcome.engine_tokens, outcome.hits, outcome.misses(asked.explanation)
+        log.add(RequestReport(time.time(), outcome.request, self.name, *tokens, now - asked.began_at))
 
     def answer_ended(self, ended: AnswerEnded) -> None:
         """Report the end of an answer to policies, recording and estimate. Raises ProtocolError."""

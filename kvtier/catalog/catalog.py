@@ -88,6 +88,8 @@ class Catalog:
         """What policies have not been notified of, in order."""
         self._noted_at = self._report_by = 0.0
         """When the last of it happened, and until when the first may wait."""
+        self._called = False
+        """Whether :meth:`_catch_up_between` will be called."""
         self._warn = RateLimitedLog(logging.getLogger("kvtier"))
         table = TableColumns(self.columns, [columns.lengths for columns in self._of_tier])
         self.gone = GoneChunks(remembered, clock)
@@ -412,9 +414,9 @@ class Catalog:
         """Let policies learn of a lookup, later if they can."""
         self._noted_at = self._clock()
         if self._later is not None and not self._unreported:
-            self._later(REPORT_SECONDS, self._catch_up_between)
             self._report_by = self._noted_at + MAX_REPORT_SECONDS
         self._unreported.append(notify)
+        self._call_later(REPORT_SECONDS)
         if self._later is None:
             self._catch_up()
 
@@ -425,6 +427,7 @@ class Catalog:
 
     def _catch_up_between(self) -> None:
         """Let policies learn of some lookups, if none has come just now or they have waited for long."""
+        self._called = False
         waiting, now = len(self._unreported), self._clock()
         seconds = 0.0  # Before the next step, the event loop handles what has arrived.
         if now < min(self._noted_at + REPORT_SECONDS / 2, self._report_by):
@@ -433,8 +436,13 @@ class Catalog:
             # More of them if many wait: they must not pile up.
             for _ in range(min(waiting, max(REPORTS_PER_STEP, waiting // 16))):
                 self._report_next()
-        if self._later is not None and self._unreported:
+        if self._unreported:
+            self._call_later(seconds)
+
+    def _call_later(self, seconds: float) -> None:
+        if self._later is not None and not self._called:
             self._later(seconds, self._catch_up_between)
+            self._called = True
 
     def _report_next(self) -> None:
         notify = self._unreported.popleft()

@@ -183,7 +183,9 @@ class GrantBook:
 
     def arrived(self, span: RemoteSpan, checksum: bytes) -> None:
         """See :meth:`kvtier.transports.base.Grants.arrived`."""
-        if (grant := self._alive.get(span.grant)) is not None:
+        grant = self._alive.get(span.grant)
+        # One for each slice: a peer might send bytes one by one.
+        if grant is not None and len(grant.checksums) < len(grant.leases):
             grant.checksums[span.offset] = span.length, checksum
 
     def release(

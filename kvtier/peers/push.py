@@ -121,16 +121,18 @@ class Pusher:
 
         ``hashed``: those that are known, because their payload was hashed while it was sent.
         """
-        for chunk, checksum in zip(chunks, hashed, strict=True):
-            if checksum is not None:
-                self._sealer.adopt((chunk.key, chunk.lease.view), checksum)
-        known = zip(chunks, hashed, strict=True)
-        rest = [(chunk.key, chunk.lease.view) for chunk, checksum in known if checksum is None]
+        checksums = [
+            checksum if checksum and self._sealer.adopt((chunk.key, chunk.lease.view), checksum) else None
+            for chunk, checksum in zip(chunks, hashed, strict=True)
+        ]
+        unknown = [at for at, checksum in enumerate(hashed) if checksum is None]
+        rest = [(chunks[at].key, chunks[at].lease.view) for at in unknown]
         try:
-            seals = iter(await self._sealer.checksums(rest) if rest else ())
+            for at, seal in zip(unknown, await self._sealer.checksums(rest) if rest else (), strict=True):
+                checksums[at] = None if seal is None else seal.checksum
         finally:
             rest.clear()  # Otherwise the traceback of a cancelled call keeps the arena mapped.
-        return [checksum or ((seal := next(seals)) and seal.checksum) for checksum in hashed]
+        return checksums
 
     async def reserve(
         self, headers: Sequence[ChunkHeader], *, staging: int = 0, shares: int = 1

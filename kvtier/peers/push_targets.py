@@ -12,6 +12,7 @@ from kvtier.memory.header import HEADER_BYTES, ChunkHeader, object_bytes
 from kvtier.memory.keys import ChunkKey
 from kvtier.peers.grants import GrantBook
 from kvtier.tiers.host_memory import Reservation
+from kvtier.tiers.seal import HEADERS_AT_ONCE
 
 VERIFY_THREADS = 2
 """Threads that compute checksums, shared by all peers."""
@@ -121,7 +122,7 @@ class ArenaTarget(PushTarget):
             for reservation, sent, arrived in written
         ]
         try:
-            if all(arrived is not None for *_, arrived in items):
+            if len(items) <= HEADERS_AT_ONCE and all(arrived is not None for *_, arrived in items):
                 return [_verify(item) for item in items]
             return await spread(_verify, items, parts=1, executor=self._executor)
         finally:

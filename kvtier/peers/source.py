@@ -223,9 +223,9 @@ class Source:
     # Transfers.
 
     async def read(self, reads: Sequence[Read], *, hashes: bool = False) -> Sequence[Outcome]:
-        """Read leased chunks into views. Ends at once if the peer is unresponsive or disconnects.
+        """Read leased chunks into views, with ``hashes`` as :meth:`Link.read_hashed`.
 
-        ``hashes``: as :meth:`Link.read_hashed`.
+        Ends at once if the peer is unresponsive or disconnects.
         """
         failed: Sequence[Outcome] = [Outcome.FAILED] * len(reads)
         items = [(lease.span, view) for lease, view in reads]

@@ -226,7 +226,7 @@ class LookUpStage:
             hierarchy.catalog.set_hints(rows, found.query.hints)
         counted = found.query.counted or 0
         # One request uses a chunk once.
-        used = rows[max(0, counted // found.chunk_tokens - found.total) :] if counted else rows
+        used = rows[max(0, counted // (found.chunk_tokens or 1) - found.total) :] if counted else rows
         hierarchy.catalog.touch_rows(used)
         self._storing.used(used)
         in_memory = sources.count(memory.index) == len(sources)

@@ -122,10 +122,15 @@ class Sealer:
         self._report(items, examined)
         return [result.seal for result in examined]
 
-    def adopt(self, item: PutItem, checksum: bytes) -> None:
-        """Seal a chunk object whose payload was hashed elsewhere, unless that is done or in progress."""
-        if self.checksum and not is_sealed(item[1]) and _place(item) not in self._in_flight:
-            item[1][:HEADER_BYTES] = ChunkHeader.parse(item[1]).packed(checksum)
+    def adopt(self, item: PutItem, checksum: bytes) -> bool:
+        """Seal a chunk object whose payload was hashed elsewhere, unless that is done or in progress.
+
+        Return ``False`` if it is corrupt by now: engines map its memory writable.
+        """
+        [seal] = self.known([item])
+        if seal and self.checksum and not is_sealed(item[1]) and _place(item) not in self._in_flight:
+            item[1][:HEADER_BYTES] = seal.header.packed(checksum)
+        return seal is not None
 
     async def headers(self, items: Sequence[PutItem]) -> list[ChunkHeader | None]:
         """Validate each header, without hashing payloads. ``None`` for a corrupt chunk object."""

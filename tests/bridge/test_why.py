@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import subprocess
 from array import array
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +17,13 @@ import yaml
 from kvtier.bridge import client
 from kvtier.bridge.client import SchedulerBridge
 from kvtier.bridge.protocol import Explained, Explanation, Found, Lookup, Outcome, RequestInfo, Reserve, Run
-from kvtier.bridge.session import MAX_ASKED
+from kvtier.bridge.session import MAX_ASKED, EngineSession
 from kvtier.catalog.misses import Miss, MissReason
 from kvtier.catalog.partial_matches import PromptTags, block_tags_of
 from kvtier.errors import ChannelError
 from kvtier.fleet.member.served_models import EngineModel, TokenizerSource
 from kvtier.fleet.member.tokenizer import MARK
-from kvtier.memory.keys import block_hashes, chunk_keys, join_keys
+from kvtier.memory.keys import ChunkKey, block_hashes, chunk_keys, join_keys
 from kvtier.observability.requests import RequestLog
 from kvtier.pipeline.query import Query
 from kvtier.rpc.client import UnixConnection
@@ -81,29 +82,46 @@ async def test_requests_without_an_outcome_are_forgotten() -> None:
 
 
 @pytest.mark.anyio
-async def test_request_that_asks_again_is_explained_by_what_it_found_then() -> None:
-    """Its first lookup ends: the second one holds all leases."""
+async def test_request_that_asks_again_counts_once_and_is_explained_by_its_last_answer() -> None:
     async with engine_of(LAYOUT) as (engine, cache):
         log = RequestLog(10, cache.counts)
         keys, tokens = join_keys(KEYS[:2]), 2 * CHUNK_TOKENS
-        requests = [
-            Lookup(1, keys, tokens, described=RequestInfo()),
-            Lookup(2, keys, tokens, described=RequestInfo(), repeated=True, renews=1),
-        ]
-        for request in requests:
+        for ticket in range(1, 5):
+            request = Lookup(ticket, keys, tokens, described=RequestInfo())
+            if ticket > 1:
+                request = msgspec.structs.replace(request, repeated=True, renews=1)
             answer, found = engine.look_up(request)
-            engine.explain(request, found, log)
-            reserved = engine.reserve(Reserve(9, [Run(ROOT, join_keys(KEYS[:1]), CHUNK_TOKENS)]))
-            engine.commit(reserved.leases, 0)
-        assert (len(answer.leases), engine.reads.tickets) == (1, 1)
-        engine.end(Outcome(2, "r", tokens, 0, {"ram": CHUNK_TOKENS}), log)
+            explanation = engine.explain(request, found, log)
+            assert explanation is not None
+            assert explanation.ticket == 1
+            engine.reads.cancel(ticket)
+            store_in(engine, KEYS[:1])
+        assert len(answer.leases) == 1
+        engine.end(Outcome(1, "r", tokens, 0, {"ram": CHUNK_TOKENS}), log)
         [report] = log.report("", 10).requests
         [miss] = report.misses
         assert (miss.reason, miss.tokens) == (MissReason.NEVER_STORED, CHUNK_TOKENS)
         assert cache.counts["lookup_tokens"] == tokens
         assert sum(cache.counts[f"hit_tokens_{tier.name}"] for tier in cache.tiers) == CHUNK_TOKENS
-        engine.reads.cancel(2)
-        assert not len(engine.reads)
+
+
+@pytest.mark.anyio
+async def test_preempted_request_that_asks_again_does_not_count() -> None:
+    """It is not known any more what it has found."""
+    async with engine_of(LAYOUT) as (engine, cache):
+        store_in(engine, KEYS[:1])
+        request = Lookup(7, join_keys(KEYS[:2]), 2 * CHUNK_TOKENS, described=RequestInfo(), repeated=True)
+        engine.look_up(request)
+        engine.look_up(msgspec.structs.replace(request, ticket=8, renews=7))
+        assert not cache.counts["lookup_tokens"]
+        assert not sum(cache.counts[f"hit_tokens_{tier.name}"] for tier in cache.tiers)
+        engine.reads.cancel(7)
+        engine.reads.cancel(8)
+
+
+def store_in(engine: EngineSession, keys: Sequence[ChunkKey]) -> None:
+    reserved = engine.reserve(Reserve(9, [Run(ROOT, join_keys(keys), CHUNK_TOKENS)]))
+    engine.commit(reserved.leases, 0)
 
 
 @pytest.mark.parametrize("stores", [False, True])

@@ -711,6 +711,19 @@ class LateTier:
             catalog.report_missed(PROMPT[held:])
 
 
+@pytest.mark.parametrize("hints", [None, ChunkHints(tenant="a")])
+def test_one_call_is_outstanding_however_many_lookups_come(hints: ChunkHints | None) -> None:
+    """With hints, policies learn of each lookup before the next one."""
+    tier = LateTier()
+    for _ in range(100):
+        tier.look_up(4, hints, after=0.00025)
+        assert len(tier.due) == 1
+    while tier.due:
+        tier.now += 0.001
+        tier.due.pop()()
+    assert [kind for kind, *_ in tier.reports].count("used") == 100
+
+
 def test_policies_learn_of_lookups_later_in_order() -> None:
     tier = LateTier()
     tier.look_up(2)

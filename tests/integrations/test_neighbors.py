@@ -41,7 +41,7 @@ class Bridge:
     """A cache process that does not answer."""
 
     welcome = None
-    accepts_requests = reserves = responsive = False
+    accepts_requests = reserves = responsive = late = False
     waited = 0.0
     epoch = 0
 

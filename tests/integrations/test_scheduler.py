@@ -536,15 +536,46 @@ def test_queued_requests_ask_again(
     assert all(each.repeated for each in again)
     engine.step()
     assert cache.nothing_received(), "the head of the queue waits for its answers"
-    assert engine.scheduler.matched_tokens(requests[0], 0) == (None, False)
-    engine.answer(again[0], 1, 2, 3)
+    found = engine.scheduler.matched_tokens(requests[0], 0)
+    assert found == (CHUNK_TOKENS, True), "until then, a request has what it has found before"
+    engine.answer(again[0], 2, 3, 4)
     engine.wait_for_hit(requests[0], 3 * CHUNK_TOKENS)
+    assert cache.receive(Cancel).ticket == first[0].ticket
     engine.scheduler.allocated(requests[0], engine.blocks(list(range(1, 65))), 3 * CHUNK_TOKENS)
     engine.step()
     [load] = engine.loads
-    assert load.leases == [1, 2, 3]
-    next_one = cache.receive(Lookup)
-    assert next_one.renews == first[-1].ticket, "it has moved up"
+    assert load.leases == [2, 3, 4]
+    assert cache.receive(Lookup).renews == first[-1].ticket, "it has moved up"
+
+
+def test_request_that_is_scheduled_drops_its_second_lookup(
+    engine: Engine, cache: ScriptedCache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    request = make_request(4 * CHUNK_TOKENS + 1)
+    engine.find(request, 1)
+    monkeypatch.setattr(lookups, "RENEW_SECONDS", 0.0)
+    engine.step()
+    again = cache.receive(Lookup)
+    engine.scheduler.allocated(request, engine.blocks(list(range(1, 65))), CHUNK_TOKENS)
+    engine.step()
+    [load] = engine.loads
+    assert load.leases == [1]
+    assert cache.receive(Cancel).ticket == again.ticket
+
+
+def test_worse_second_answer_is_not_used(
+    engine: Engine, cache: ScriptedCache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    request = make_request(4 * CHUNK_TOKENS + 1)
+    engine.find(request, 1, 2)
+    monkeypatch.setattr(lookups, "RENEW_SECONDS", 0.0)
+    engine.step()
+    again = cache.receive(Lookup)
+    engine.answer(again, 3)
+    wait_until(lambda: engine.known(again.ticket).final)
+    monkeypatch.setattr(lookups, "RENEW_SECONDS", 1000.0)
+    assert engine.scheduler.matched_tokens(request, 0) == (2 * CHUNK_TOKENS, True)
+    assert cache.receive(Cancel).ticket == again.ticket
 
 
 def test_request_whose_prompt_is_hit_does_not_ask_again(

@@ -120,6 +120,19 @@ def test_access_is_limited_to_what_was_granted(book: GrantBook, arena: Arena) ->
         pass
 
 
+def test_checksum_of_a_slice_counts_if_it_was_written_once(book: GrantBook, arena: Arena) -> None:
+    grant = granted(book, leased(arena, 100, 100), Access.WRITE)
+    for chunk, parts in enumerate([[(0, 100)], [(at, 1) for at in range(100)]]):
+        for start, length in parts:
+            with held(book, span(grant, chunk, start, length), Access.WRITE):
+                book.arrived(span(grant, chunk, start, length), b"hash")
+    first, second = (lease for lease in grant.leases if lease is not None)
+    assert grant.checksum_of(first, first.offset, 100) == b"hash"
+    assert grant.checksum_of(first, first.offset, 99) is None
+    assert grant.checksum_of(second, second.offset, 1) is None
+    assert len(grant.checksums) == 2, "a peer cannot have more of them kept"
+
+
 def test_unready_chunk_is_not_held(book: GrantBook, arena: Arena) -> None:
     grant = granted(book, leased(arena, 10, 10))
     grant.unready.add(1)

@@ -457,6 +457,29 @@ async def test_sealed_chunk_that_changed_in_memory_is_refused() -> None:
         assert receiver.counts["refused"] == 2
 
 
+async def test_header_that_changed_during_the_push_costs_its_chunk_only(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Engines map the memory writable."""
+    async with hosts("tcp", 64, 64) as (sender, receiver):
+        sender.compute(range(1, 4))
+        found = sender.cache.look_up(Query(keys_of(range(1, 4))))
+        views = [chunk.lease.view for chunk in found.chunks]
+        damaged, real = views[1][200] ^ 1, Source.write_hashed
+
+        async def write(self: Source, writes: Sequence[Read]) -> Written:
+            written = await real(self, writes)
+            views[1][200] = damaged
+            return written
+
+        monkeypatch.setattr(Source, "write_hashed", write)
+        result = await sender.transfer_kv(receiver, range(1, 4)).finish()
+        assert list(result.outcomes.values()) == [OK, FAILED, OK]
+        assert keys_of(range(2, 3))[0] not in receiver.cache.catalog
+        views.clear()
+        found.release()
+
+
 async def test_what_is_hashed_on_the_way_is_not_hashed_again(monkeypatch: pytest.MonkeyPatch) -> None:
     if not native.available():
         pytest.skip("only native code hashes what it moves")

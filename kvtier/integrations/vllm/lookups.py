@@ -151,7 +151,7 @@ class Lookups:
         waits = settings.prefetch.policy == "wait"
         self._timeout = MAX_WAIT_SECONDS if waits else settings.prefetch.deadline + TIMEOUT_SECONDS
         self._open: dict[str, RequestState] = {}
-        """The requests with a lookup, in the order of arrival: vLLM's queue, unless it has priorities."""
+        """Requests that were looked up, in the order of arrival: vLLM's queue, unless it has priorities."""
         self._reports = RequestReports(stats)
         self._explains = 0
         """The cache process that explanations are awaited from."""
@@ -173,14 +173,27 @@ class Lookups:
                 self._throughput.record(tokens, time.monotonic() - progress.computing_since)
             progress.computing_since = 0.0
 
-    def look_up(self, state: RequestState, renews: int = 0) -> None:
-        """Look up the whole prompt of a request, if it may load.
-
-        ``renews``: its open lookup, which stays if the cache process does not answer.
-        """
-        request, progress = state.request, state.lookup
+    def look_up(self, state: RequestState) -> None:
+        """Look up the whole prompt of a request, if it may load."""
+        progress = state.lookup
         if reads_nothing(state) or progress.load_failed or not self._bridge.accepts_requests:
             return
+        query, info = self._query(state)
+        progress.ticket = self._bridge.look_up(query, info, state.trace.begin(LOOKUP))
+        progress.timeout = self._timeout + query.expect_seconds
+        progress.waited = False
+        if progress.ticket is None:
+            state.trace.end(LOOKUP, "the cache process does not answer")
+            return
+        self._open[state.request.request_id] = state
+        progress.asked = progress.asked or progress.ticket
+        progress.asked_at = time.monotonic()
+        if state.hints.canary is None:
+            self._stats.add("looked_up_tokens", query.tokens)
+
+    def _query(self, state: RequestState) -> tuple[Query, RequestInfo | None]:
+        """Return what to ask of the whole prompt of a request, and what the request is."""
+        request = state.request
         # A state cannot step back to compute the last token again.
         keys = list(state.extend(request.num_tokens - self._layout.has_states))
         covered = len(keys) * self._layout.chunk_tokens
@@ -202,26 +215,13 @@ class Lookups:
             compute_seconds=self._throughput.expected(covered) or 0.0,
             expect_seconds=expected.seconds,
             expect_chunks=expected.chunks,
-            repeated=progress.asked_at > 0,
+            repeated=state.lookup.asked_at > 0,
         )
         canary, welcome = state.hints.canary, self._bridge.welcome
-        info = None
-        if canary is None:
-            info = described(state, show_text=welcome is not None and welcome.show_text)
-        else:  # It loads even what is computed sooner, and is not reported.
-            query = msgspec.structs.replace(query, compute_seconds=0.0, repeated=True, canary=canary.tier)
-        ticket = self._bridge.look_up(query, info, state.trace.begin(LOOKUP), renews)
-        progress.timeout = self._timeout + expected.seconds
-        progress.waited = False
-        if ticket is None:
-            state.trace.end(LOOKUP, "the cache process does not answer")
-            return
-        progress.ticket = ticket
-        self._open[request.request_id] = state
-        progress.asked = (not renews and progress.asked) or ticket
-        progress.asked_at = time.monotonic()
-        if canary is None and not renews:
-            self._stats.add("looked_up_tokens", covered)
+        if canary is not None:  # It loads even what is computed sooner, and is not reported.
+            changes = {"compute_seconds": 0.0, "repeated": True, "canary": canary.tier}
+            return msgspec.structs.replace(query, **changes), None
+        return query, described(state, show_text=welcome is not None and welcome.show_text)
 
     def awaits_connection(self, state: RequestState) -> bool:
         """Return whether a request waits, since the cache process was restarted and is being connected."""
@@ -244,6 +244,7 @@ class Lookups:
         Ends a lookup without an answer in time. Blocks up to ``wait`` seconds, once for each lookup.
         """
         progress = state.lookup
+        self._adopt_renewal(state)
         assert progress.ticket is not None
         # vLLM asks again in each step: a wait in every one of them would slow down all other requests.
         wait = 0.0 if progress.waited else wait
@@ -278,19 +279,35 @@ class Lookups:
         return (tokens - local_tokens, True) if tokens > local_tokens else NOTHING
 
     def renew(self) -> None:
-        """Have the requests that are next in the queue ask once more if their answers are old.
-
-        At the end of a step, so that the new answers are there in the next one. Not where chunks are pushed.
-        """
+        """Have the head of the queue ask once more where answers are old, but not where chunks are pushed."""
         now = time.monotonic()
-        for state in list(islice(self._open.values(), RENEWED)):
-            ticket, hints = state.lookup.ticket, state.hints
-            lookup = None if ticket is None else self._bridge.found(ticket)
-            if lookup is None or not lookup.final or now < lookup.updated_at + RENEW_SECONDS:
+        for state in list(islice(self._open.values(), 0 if self._bridge.late else RENEWED)):
+            self._adopt_renewal(state)
+            progress, hints = state.lookup, state.hints
+            lookup = None if progress.ticket is None else self._bridge.found(progress.ticket)
+            if lookup is None or not lookup.final or now < progress.asked_at + RENEW_SECONDS:
                 continue
-            expects = hints.expect is not None or hints.canary is not None
+            expects = hints.expect is not None or hints.canary is not None or progress.renewal is not None
             if not expects and hit_of(lookup, state, self._layout).tokens < state.request.num_tokens - 1:
-                self.look_up(state, ticket or 0)
+                progress.renewal = self._bridge.look_up(*self._query(state), renews=progress.asked)
+                progress.asked_at = now
+
+    def _adopt_renewal(self, state: RequestState) -> None:
+        """Use the answer of a renewed lookup once it is complete, unless it is worse."""
+        progress = state.lookup
+        if progress.renewal is None or progress.ticket is None:
+            return
+        new, old = self._bridge.found(progress.renewal), self._bridge.found(progress.ticket)
+        if new is not None and not new.final:
+            return
+        if new is not None and old is not None and new.total >= old.total:
+            progress.ticket, progress.renewal = progress.renewal, progress.ticket
+        self._cancel_renewal(state)
+
+    def _cancel_renewal(self, state: RequestState) -> None:
+        if state.lookup.renewal is not None:
+            self._bridge.cancel(state.lookup.renewal)
+            state.lookup.renewal = None
 
     def accept(self, state: RequestState, external_tokens: int) -> Hit:
         """Return the hit that vLLM has allocated blocks for: as many tokens as were reported, or fewer.
@@ -307,13 +324,13 @@ class Lookups:
         """Return the ticket of a lookup, whose leases the caller releases from now on."""
         ticket, state.lookup.ticket = state.lookup.ticket, None
         self._open.pop(state.request.request_id, None)
+        self._cancel_renewal(state)
         assert ticket is not None
         return ticket
 
     def give_back(self, state: RequestState, ticket: int) -> None:
         """Use a lookup again whose load has failed."""
         state.lookup.ticket = ticket
-        self._open[state.request.request_id] = state
 
     def cancel(self, state: RequestState) -> None:
         """Cancel a request's lookup, if any, and release its leases."""

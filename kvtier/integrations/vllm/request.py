@@ -61,6 +61,8 @@ class LookupProgress:
 
     ticket: int | None = None
     """Ticket of a lookup whose result has not been used yet."""
+    renewal: int | None = None
+    """Ticket of a later one that takes its place once it is answered."""
     asked_at: float = 0.0
     """When it was last looked up (:func:`time.monotonic`); 0 before that."""
     waited: bool = False

@@ -64,8 +64,6 @@ class TcpLink(Link):
         self._pool = ConnectionPool(connections, self._connect)
         self._queue = PartQueue()
         self._drivers: set[asyncio.Task[None]] = set()
-        self._direct = 0
-        """Connections that callers use in their own tasks."""
         self._deadlines: set[Deadline] = set()
         self._closing = asyncio.Event()
 
@@ -103,57 +101,27 @@ class TcpLink(Link):
 
     async def _transfer(self, access: Access, items: Sequence[ReadItem], *, hashes: bool = True) -> Batch:
         # The connections of other batches will not be free before those of this one.
-        spread = max(self._free, 1)
+        spread = max(self._pool.size - len(self._drivers), 1)
         batch = Batch(access, items, spread, hashes=hashes)
         if not batch.parts:
             return batch
-        direct = len(batch.parts) == 1 and self._free > 0 and not self._queue
-        queue = PartQueue() if direct else self._queue
+        self._queue.add(batch.parts)
+        for _ in range(min(self._pool.size - len(self._drivers), len(self._queue))):
+            driver = asyncio.ensure_future(self._drive())
+            self._drivers.add(driver)
+            driver.add_done_callback(self._driver_done)
         # Not a cancel scope: only this batch ends, and the drivers go on with the others.
-        timer = asyncio.get_running_loop().call_later(self._deadline, lambda: queue.abandon(batch))
+        timer = asyncio.get_running_loop().call_later(self._deadline, self._queue.abandon, batch)
         try:
-            if direct:
-                await self._transfer_directly(batch, queue)
-                queue = self._queue
-            if not batch.released.is_set():
-                self._queue.add([part for part in batch.parts if part.pieces])
-                self._start_drivers()
-                await batch.released.wait()
+            await batch.released.wait()
         except asyncio.CancelledError:
-            queue.abandon(batch)
+            self._queue.abandon(batch)
             await wait_shielded([batch.released])
             raise
         finally:
             timer.cancel()
             batch.forget()  # A driver's frame may refer to its parts for longer.
         return batch
-
-    @property
-    def _free(self) -> int:
-        """How many further connections may be used."""
-        return self._pool.size - len(self._drivers) - self._direct
-
-    async def _transfer_directly(self, batch: Batch, queue: PartQueue) -> None:
-        """Transfer a batch of one part in the caller's task: a driver would cost a task and its switches.
-
-        Only over an open connection. What is left after an error is for the drivers.
-        """
-        connection = self._pool.idle()
-        if connection is None:
-            return
-        queue.add(batch.parts)
-        self._direct += 1
-        try:
-            await self._use_connection(_Attempts(), queue, connection)
-        finally:
-            self._direct -= 1
-            self._start_drivers()  # For what was queued meanwhile.
-
-    def _start_drivers(self) -> None:
-        for _ in range(min(self._free, len(self._queue))):
-            driver = asyncio.ensure_future(self._drive())
-            self._drivers.add(driver)
-            driver.add_done_callback(self._driver_done)
 
     def _driver_done(self, driver: asyncio.Task[None]) -> None:
         self._drivers.discard(driver)
@@ -166,7 +134,7 @@ class TcpLink(Link):
         assert driver is not None
         try:
             while self._queue:
-                await self._use_connection(attempts, self._queue)
+                await self._use_connection(attempts)
                 if attempts.is_peer_lost:
                     self._queue.fail()
                 if attempts.pause:
@@ -176,17 +144,15 @@ class TcpLink(Link):
             # Not only in its callback, which runs later: what is queued until then needs another driver.
             self._drivers.discard(driver)
 
-    async def _use_connection(
-        self, attempts: _Attempts, queue: PartQueue, connection: Connection | None = None
-    ) -> None:
+    async def _use_connection(self, attempts: _Attempts) -> None:
         """Transfer queued parts over one connection until the queue is empty or the connection breaks."""
         requester: Requester | None = None
         deadline = Deadline(self._deadline)
         self._deadlines.add(deadline)
         try:
-            connection = connection or await self._pool.connected(deadline)
+            connection = await self._pool.connected(deadline)
             with self._pool.bound(connection, deadline):
-                requester = Requester(connection, queue, self._pool.executor, self._deadline)
+                requester = Requester(connection, self._queue, self._pool.executor, self._deadline)
                 await requester.run()
         except OSError as error:
             attempts.failed(error)
