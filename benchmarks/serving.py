@@ -72,7 +72,7 @@ SHARES = (0.5, 0.9, 0.99)
 
 STORAGE = {"memory": "memory", "disk": "memory and disk", "replicas": "two engines"}
 NUMBERS: dict[str, tuple[float, str]] = {
-    "seconds": (25.0, "of a window"),
+    "seconds": (20.0, "of a window"),
     "turns": (1, "windows of each rate and system"),
     "sessions": (24, "open at once"),
     "ttft": (1.0, "objective, in s"),
