@@ -297,7 +297,7 @@ def cache_process(
 def echo_process(answer_bytes: int) -> Iterator[Callable[[bytes], None]]:
     """Run a process that answers each request; yield a function for one round trip.
 
-    It computes for as many microseconds as the first :data:`COMPUTE_BYTES` say.
+    It computes for as many microseconds as the first :data:`COMPUTE_BYTES` name.
     """
     ours, theirs = socket.socketpair()
     process = os.fork()

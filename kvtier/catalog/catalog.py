@@ -426,7 +426,7 @@ class Catalog:
             self._report_next()
 
     def _catch_up_between(self) -> None:
-        """Let policies learn of some lookups, if none has come just now or they have waited for long."""
+        """Let policies learn of some lookups, if no other follows closely or they have waited for long."""
         self._called = False
         waiting, now = len(self._unreported), self._clock()
         seconds = 0.0  # Before the next step, the event loop handles what has arrived.

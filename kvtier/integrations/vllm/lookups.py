@@ -44,7 +44,7 @@ RENEW_SECONDS = 0.25
 """Age of an answer from which a queued request asks once more: what others have left meanwhile, such as the
 turn before it, may be stored by now."""
 RENEWED = 8
-"""So many requests at the head of the queue at most: more are rarely scheduled in one step."""
+"""Maximum number of requests at the head of the queue: more are rarely scheduled in one step."""
 CONNECT_SECONDS = 0.1
 """How long a request waits for a cache process that has been reached and has yet to welcome the engine."""
 MAX_IMAGES = 64
