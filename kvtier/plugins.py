@@ -44,7 +44,8 @@ MAX_CODE = 65_535
 """Maximum code of a codec: it has two bytes in a header."""
 IDENTITY = "identity"
 """The codec that stores chunks as they are."""
-WATERMARKS = "high_watermark", "low_watermark"
+ALONE = {"high_watermark": 0.99, "low_watermark": 0.98}
+"""Defaults of a single tier: nothing is written below before it is evicted. Some room is for comparisons."""
 BUILT_IN_MODULES = ("kvtier.backends", "kvtier.catalog", "kvtier.tiers", "kvtier.transports")
 
 _PROVIDING_HOOKS = ("kvtier_backends", "kvtier_transports", "kvtier_eviction_policies", "kvtier_codecs")
@@ -249,9 +250,9 @@ class Plugins:
             raise SettingsError("\n".join(problems))
         first = tiers[0]
         assert isinstance(first, LocalTierSettings)
-        if len(tiers) == 1 and first.model_fields_set.isdisjoint(WATERMARKS):
-            # Nothing is written below before it is evicted, so each chunk can make room for the next.
-            tiers[0] = first.model_copy(update=dict.fromkeys(WATERMARKS, 1.0))
+        # Not with tenants: within their shares, they give nothing up for others.
+        if len(tiers) == 1 and not settings.tenants and first.model_fields_set.isdisjoint(ALONE):
+            tiers[0] = first.model_copy(update=ALONE)
         quarter = first.capacity // 4
         return [tier if tier.queue else tier.model_copy(update={"queue": quarter}) for tier in tiers.values()]
 

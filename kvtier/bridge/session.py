@@ -122,6 +122,7 @@ class EngineSession:
         keys = split_keys(request.keys)
         expected = self._expected(len(keys), request.tokens)
         asked = self._asked.get(request.renews)
+        known = request.tokens if asked is None else asked.hit_tokens  # Without an outcome, nothing counts.
         if self._recorder is not None and not request.repeated:
             self._recorder.record(
                 request.keys, request.tokens, self.layout.chunk_tokens, self._whole_bytes, request.hints
@@ -137,7 +138,7 @@ class EngineSession:
             expect_seconds=request.expect_seconds,
             expect_chunks=request.expect_chunks,
             repeated=request.repeated,
-            counted=None if asked is None else asked.hit_tokens,
+            counted=known if request.renews else None,
             canary=request.canary,
         )
         if request.canary:

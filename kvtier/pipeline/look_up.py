@@ -131,7 +131,7 @@ class LookUpStage:
             found.unknown = len(rest)
             found.pushed = self._expecting.begin(pushed, partial(self._add_pushed, found))
             self._hierarchy.tasks.start_soon(self._await_pushed, found.pushed, found, expected)
-        elif expected is not None and self._discovering.pools(expected.namespace):
+        elif expected is not None and query.counted is None and self._discovering.pools(expected.namespace):
             found.unknown = len(rest)
             self._hierarchy.tasks.start_soon(self._query_pools, found, expected)
         else:
@@ -143,8 +143,8 @@ class LookUpStage:
         if not found.query.canary and found.query.counted is None:
             self._hierarchy.counts["looked_up"] += len(keys)
         found.compute *= self._adaptive
-        boundary = self._boundaries.last(keys)
-        if len(boundary.needed) <= len(keys) and self._discovering.pools(expected.namespace):
+        boundary, asks = self._boundaries.last(keys), found.query.counted is None
+        if asks and len(boundary.needed) <= len(keys) and self._discovering.pools(expected.namespace):
             found.unknown = len(keys) + 1
             self._hierarchy.tasks.start_soon(self._query_boundary, found, expected, state_bytes)
         else:
@@ -224,11 +224,10 @@ class LookUpStage:
         held = keys[: len(rows)]
         if found.query.hints is not None:
             hierarchy.catalog.set_hints(rows, found.query.hints)
-        counted = found.query.counted or 0
-        # One request uses a chunk once.
-        used = rows[max(0, counted // (found.chunk_tokens or 1) - found.total) :] if counted else rows
-        hierarchy.catalog.touch_rows(used)
-        self._storing.used(used)
+        reached = min(found.tokens, (found.total + len(rows)) * found.chunk_tokens)
+        if found.query.counted is None or reached > found.query.counted:  # Otherwise, it was used before.
+            hierarchy.catalog.touch_rows(rows)
+            self._storing.used(rows)
         in_memory = sources.count(memory.index) == len(sources)
         if in_memory and not found.count:
             return self._extend_from_memory(found, held, rows) and len(held) == known

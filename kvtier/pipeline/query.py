@@ -34,7 +34,7 @@ class Query(msgspec.Struct, frozen=True):
     repeated: bool = False
     """Whether the request has looked up its prompt before: it still waits, or was preempted."""
     counted: int | None = None
-    """If it repeats a lookup to find more: the tokens that count as hits already."""
+    """If it looks for what this host has got since another lookup: the tokens that count as hits already."""
     canary: str = ""
     """For a canary, whose lookups do not count: the tier to read from, so that others above it do not hide
     that it does not serve what it holds."""

@@ -123,10 +123,7 @@ class Sealer:
         return [result.seal for result in examined]
 
     def adopt(self, item: PutItem, checksum: bytes) -> bool:
-        """Seal a chunk object whose payload was hashed elsewhere, unless that is done or in progress.
-
-        Return ``False`` if it is corrupt by now: engines map its memory writable.
-        """
+        """Seal a chunk object whose payload was hashed elsewhere. Return ``False`` if it is corrupt now."""
         [seal] = self.known([item])
         if seal and self.checksum and not is_sealed(item[1]) and _place(item) not in self._in_flight:
             item[1][:HEADER_BYTES] = seal.header.packed(checksum)

@@ -113,6 +113,10 @@ async def test_preempted_request_that_asks_again_does_not_count() -> None:
         request = Lookup(7, join_keys(KEYS[:2]), 2 * CHUNK_TOKENS, described=RequestInfo(), repeated=True)
         engine.look_up(request)
         engine.look_up(msgspec.structs.replace(request, ticket=8, renews=7))
+        before = cache.counts["looked_up"], cache.counts["found_ram"]
+        engine.look_up(msgspec.structs.replace(request, ticket=9, renews=7))
+        assert (cache.counts["looked_up"], cache.counts["found_ram"]) == before
+        engine.reads.cancel(9)
         assert not cache.counts["lookup_tokens"]
         assert not sum(cache.counts[f"hit_tokens_{tier.name}"] for tier in cache.tiers)
         engine.reads.cancel(7)

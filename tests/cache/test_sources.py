@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 
+from kvtier.catalog.catalog import Catalog
 from kvtier.pipeline.query import Query
 from kvtier.testing.faults import Fault
 from kvtier.tiers.costs import HALF_LIFE_SECONDS, ReadCost
@@ -167,9 +170,18 @@ def hit_tokens(harness: CacheHarness) -> tuple[int, int]:
 
 
 async def test_what_a_request_finds_when_it_asks_again_counts_once(
-    settings: MakeSettings, prompt: Prompt
+    settings: MakeSettings, prompt: Prompt, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Eviction policies see whole prompts, and each only if more of it is used."""
     tokens = prompt(1000)
+    used: list[int] = []
+    touch = Catalog.touch_rows
+
+    def touch_rows(catalog: Catalog, rows: Sequence[int]) -> None:
+        used.append(len(rows))
+        touch(catalog, rows)
+
+    monkeypatch.setattr(Catalog, "touch_rows", touch_rows)
     async with opened(settings) as harness:
         keys, expected = harness.model.keys(tokens), harness.expected(tokens)
         await harness.model.store(tokens[:400], rows(tokens[:400]))
@@ -184,6 +196,7 @@ async def test_what_a_request_finds_when_it_asks_again_counts_once(
             first = again
         first.release()
         assert (harness.cache.counts["looked_up"], harness.cache.counts["found_ram"]) == (4, 4)
+        assert [count for count in used if count] == [1, 4]
 
 
 async def test_hit_rate_is_of_tokens(settings: MakeSettings, prompt: Prompt) -> None:

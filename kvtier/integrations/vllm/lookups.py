@@ -179,6 +179,9 @@ class Lookups:
         if reads_nothing(state) or progress.load_failed or not self._bridge.accepts_requests:
             return
         query, info = self._query(state)
+        if self.events is not None:
+            # Chunks of earlier runs and of other engines: only this request knows their tokens.
+            self.events.add(state, 0, query.keys, query.tokens)
         progress.ticket = self._bridge.look_up(query, info, state.trace.begin(LOOKUP))
         progress.timeout = self._timeout + query.expect_seconds
         progress.waited = False
@@ -203,9 +206,6 @@ class Lookups:
             if tail is not None:
                 keys.append(tail)
                 covered = request.num_tokens
-        if self.events is not None:
-            # Chunks of earlier runs and of other engines: only this request knows their tokens.
-            self.events.add(state, 0, keys, covered)
         expected = self._kv_transfers.expected(state, keys)
         query = Query(
             keys,

@@ -302,7 +302,8 @@ class SchedulerSide:
         if not self._saves.unreserved:  # No chunk can be added to a transfer that has ended.
             self._kv_transfers.end_finished()
         self._bridge.send_outcomes(after=OUTCOMES_SECONDS)
-        self._lookups.renew()
+        if self._model.parts == 1 or not self._layout.has_states:  # Parts must find the same states.
+            self._lookups.renew()
         self._bridge.probe()
         self._traces.send(after=SEND_SECONDS)
         self._shadow.end_step()

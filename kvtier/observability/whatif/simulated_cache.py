@@ -295,12 +295,13 @@ class SimulatedTier(Level):
 
 
 def one_tier(plugins: Plugins, policy: str, capacity: int, speeds: Mapping[str, float]) -> SimulatedTiers:
-    """Return a single memory tier, which is used up to its capacity.
+    """Return a single memory tier, which is used up to its capacity, without watermarks.
 
     Raises :class:`SettingsError`, which lists the known policies.
     """
     tier = {"name": ONE_TIER, "type": "cpu", "capacity": capacity, "eviction": policy}
-    return configured(plugins, Settings(tiers=[tier]), policy, speeds)
+    settings = Settings(tiers=[{**tier, "high_watermark": 1.0, "low_watermark": 1.0}])
+    return configured(plugins, settings, policy, speeds)
 
 
 def configured(
