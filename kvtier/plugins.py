@@ -44,8 +44,6 @@ MAX_CODE = 65_535
 """Maximum code of a codec: it has two bytes in a header."""
 IDENTITY = "identity"
 """The codec that stores chunks as they are."""
-ALONE = {"high_watermark": 0.99, "low_watermark": 0.98}
-"""Defaults of a single tier: nothing is written below before it is evicted. Some room is for comparisons."""
 BUILT_IN_MODULES = ("kvtier.backends", "kvtier.catalog", "kvtier.tiers", "kvtier.transports")
 
 _PROVIDING_HOOKS = ("kvtier_backends", "kvtier_transports", "kvtier_eviction_policies", "kvtier_codecs")
@@ -236,7 +234,7 @@ class Plugins:
         return found
 
     def tier_settings(self, settings: Settings) -> list[TierSettings]:
-        """Return the tiers, each validated by its backend's ``settings_type``, with all defaults filled in.
+        """Return the tiers, each validated by its backend's ``settings_type``, with ``queue`` filled in.
 
         Raises :class:`SettingsError` with one line per invalid key, also for conflicts between tiers.
         """
@@ -250,9 +248,6 @@ class Plugins:
             raise SettingsError("\n".join(problems))
         first = tiers[0]
         assert isinstance(first, LocalTierSettings)
-        # Not with tenants: within their shares, they give nothing up for others.
-        if len(tiers) == 1 and not settings.tenants and first.model_fields_set.isdisjoint(ALONE):
-            tiers[0] = first.model_copy(update=ALONE)
         quarter = first.capacity // 4
         return [tier if tier.queue else tier.model_copy(update={"queue": quarter}) for tier in tiers.values()]
 

@@ -169,8 +169,8 @@ class LocalTierSettings(TierSettings):
     high_watermark: Fraction = Field(
         default=0.95,
         description=(
-            "Fraction of the capacity in use at which eviction starts. Without other tiers and tenants, the "
-            "defaults are 0.99 and 0.98. A single tier whose policy may decline chunks is filled."
+            "Fraction of the capacity in use at which eviction starts. A single tier whose policy may "
+            "decline chunks is filled: in free space, worse ones would replace better ones."
         ),
         examples=[0.95],
     )

@@ -11,7 +11,7 @@ from pydantic import BaseModel, Field, SecretStr, ValidationError, model_validat
 
 from kvtier.errors import SettingsError
 from kvtier.plugins import Plugins
-from kvtier.settings import LocalTierSettings, Settings, TierSettings, load_settings
+from kvtier.settings import Settings, TierSettings, load_settings
 from kvtier.settings.errors import explain
 
 WriteFile = Callable[[str], Path]
@@ -325,21 +325,3 @@ def test_error_of_a_whole_tier() -> None:
         _Tier()
     message = explain(failure.value, _Tier, str, "tiers[0].")
     assert message == "tiers[0] is invalid: `user` requires `password`"
-
-
-@pytest.mark.parametrize(
-    ("more", "expected"),
-    [
-        ({"tiers": [RAM]}, (0.99, 0.98)),
-        ({"tiers": [RAM, SSD]}, (0.95, 0.9)),
-        ({"tiers": [RAM | {"low_watermark": 0.5}]}, (0.95, 0.5)),
-        ({"tiers": [RAM], "tenants": {"a": {"share": 0.5}, "b": {"share": 0.5}}}, (0.95, 0.9)),
-    ],
-    ids=["alone", "above a disk", "as set", "with tenants"],
-)
-def test_watermarks_depend_on_what_shares_the_tier(
-    plugins: Plugins, more: dict[str, Any], expected: tuple[float, float]
-) -> None:
-    tier = plugins.tier_settings(load_settings(more))[0]
-    assert isinstance(tier, LocalTierSettings)
-    assert (tier.high_watermark, tier.low_watermark) == expected
