@@ -193,8 +193,8 @@ class Lookup(Request, frozen=True, array_like=True, tag=10):
     trace: bytes = b""
     """The trace of the request, as in ``observability/traces``; empty if it is not traced."""
     renews: int = 0
-    """The ticket of the first lookup of a request that looks for what is held meanwhile. Only that counts,
-    and what is missing is explained anew under that ticket."""
+    """The ticket of the request's first lookup, if this one is to find more. What both find counts once, and
+    what is still missing is explained under that ticket."""
 
 
 class Explanation(msgspec.Struct, frozen=True, array_like=True):

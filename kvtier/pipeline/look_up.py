@@ -115,9 +115,8 @@ class LookUpStage:
     def prefix(self, found: FoundPrefix, expected: Expected | None) -> None:
         """Add the longest held prefix. See :meth:`kvtier.TieredCache.look_up`."""
         query, keys = found.query, found.query.keys
-        if not (
-            query.local or query.canary or query.counted is not None
-        ):  # The hit rate is that of this host's engines.
+        # The hit rate is that of this host's engines.
+        if not (query.local or query.canary or query.counted is not None):
             self._hierarchy.counts["looked_up"] += len(keys)
         found.compute *= self._adaptive
         reached = self._extend(found, keys, self._local if query.local else ALL_TIERS)

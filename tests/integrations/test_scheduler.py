@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -548,14 +549,26 @@ def test_queued_requests_ask_again(
     assert cache.receive(Lookup).renews == first[-1].ticket, "it has moved up"
 
 
-def test_request_that_is_scheduled_drops_its_second_lookup(
+@pytest.fixture
+def asks_again(
     engine: Engine, cache: ScriptedCache, monkeypatch: pytest.MonkeyPatch
+) -> Callable[..., tuple[Any, Lookup]]:
+    """Let a request arrive, whose first chunks are found; return it, and its second lookup."""
+
+    def ask_again(*leases: int) -> tuple[Any, Lookup]:
+        request = make_request(4 * CHUNK_TOKENS + 1)
+        engine.find(request, *leases)
+        monkeypatch.setattr(lookups, "RENEW_SECONDS", 0.0)
+        engine.step()
+        return request, cache.receive(Lookup)
+
+    return ask_again
+
+
+def test_request_that_is_scheduled_drops_its_second_lookup(
+    engine: Engine, cache: ScriptedCache, asks_again: Callable[..., tuple[Any, Lookup]]
 ) -> None:
-    request = make_request(4 * CHUNK_TOKENS + 1)
-    engine.find(request, 1)
-    monkeypatch.setattr(lookups, "RENEW_SECONDS", 0.0)
-    engine.step()
-    again = cache.receive(Lookup)
+    request, again = asks_again(1)
     engine.scheduler.allocated(request, engine.blocks(list(range(1, 65))), CHUNK_TOKENS)
     engine.step()
     [load] = engine.loads
@@ -564,13 +577,12 @@ def test_request_that_is_scheduled_drops_its_second_lookup(
 
 
 def test_worse_second_answer_is_not_used(
-    engine: Engine, cache: ScriptedCache, monkeypatch: pytest.MonkeyPatch
+    engine: Engine,
+    cache: ScriptedCache,
+    asks_again: Callable[..., tuple[Any, Lookup]],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    request = make_request(4 * CHUNK_TOKENS + 1)
-    engine.find(request, 1, 2)
-    monkeypatch.setattr(lookups, "RENEW_SECONDS", 0.0)
-    engine.step()
-    again = cache.receive(Lookup)
+    request, again = asks_again(1, 2)
     engine.answer(again, 3)
     wait_until(lambda: engine.known(again.ticket).final)
     monkeypatch.setattr(lookups, "RENEW_SECONDS", 1000.0)
