@@ -22,7 +22,7 @@ from kvtier.tiers.breaker import CircuitBreaker
 from tests.rigs.chunks import DictBackend
 from tests.rigs.waiting import until
 
-from .conftest import TOKEN_BYTES, MakeSettings, Prompt, retrieve, rows
+from .conftest import CHUNK_OBJECT_BYTES, TOKEN_BYTES, MakeSettings, Prompt, retrieve, rows
 
 pytestmark = pytest.mark.anyio
 
@@ -119,6 +119,21 @@ async def test_prompt_split_between_memory_and_pool(settings: MakeSettings, prom
         await model.store(tokens[:512], rows(tokens[:512]))
         assert await retrieve(model, tokens) == 2048
         assert Shared.latest.queried == [6]
+
+
+async def test_pool_is_not_asked_again_while_a_request_is_queued(
+    settings: MakeSettings, prompt: Prompt
+) -> None:
+    tokens = prompt(1024)
+    async with opened(settings) as (cache, model):
+        keys = model.keys(tokens)
+        expected = Expected(model.namespace, [CHUNK_OBJECT_BYTES] * len(keys))
+        for counted in (None, 0, 0):
+            query = Query(keys, len(tokens), repeated=counted is not None, counted=counted)
+            found = cache.look_up(query, expected)
+            await cache.settle(found)
+            found.release()
+        assert Shared.latest.queried == [len(keys)]
 
 
 async def test_prompt_split_between_two_pools(settings: MakeSettings, prompt: Prompt) -> None:
