@@ -84,9 +84,11 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description="Run benchmarks in sequence.")
     parser.add_argument("commands", nargs="*", metavar="COMMAND", help="default: those of make bench")
     parser.add_argument("--small", action="store_true", help="smoke test: the figures mean nothing")
-    parser.add_argument("--output", type=Path, metavar="FILE", help="default: benchmarks/results/cpu.json")
+    parser.add_argument(
+        "--output", type=Path, metavar="FILE", help="default: results/amd.json, as the CPU is"
+    )
     options = parser.parse_args()
-    output = options.output or (None if options.small else results.FOLDER / "cpu.json")
+    output = options.output or (None if options.small else results.default_file())
     commands, started = options.commands or SUITE, time.monotonic()
     failed: dict[str, str] = {}
     for number, command in enumerate(commands, 1):

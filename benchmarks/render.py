@@ -5,6 +5,8 @@
     python -m benchmarks.render            # after python -m benchmarks
     python -m benchmarks.render --check    # is every page what this would write?
 
+A result that was measured with several makes of CPU has a column for each of them.
+
 A page of the documentation may have blocks, whose content is replaced::
 
     <!-- table COMMAND | part of the title | columns: NAME; NAME | rows: PART; PART -->
@@ -22,8 +24,9 @@ import os
 import re
 import sys
 import tomllib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +41,8 @@ SPEC = tomllib.loads((ROOT / "benchmarks" / "pages.toml").read_text())
 NOT_MEASURED = "*Not measured.*"
 
 Results = dict[str, Result]
+Measured = dict[str, Results]
+"""The results by the make of the CPU."""
 
 
 def main() -> int:
@@ -55,27 +60,27 @@ def main() -> int:
     return bool(check and stale)
 
 
-def rendered(measured: Results) -> Iterator[tuple[Path, str]]:
+def rendered(measured: Measured) -> Iterator[tuple[Path, str]]:
     """Yield all pages and plots with their text."""
     for page in PAGES:
         yield page, BLOCK.sub(partial(block, measured, page), page.read_text())
     for name in SPEC["plots"]:
-        if (svg := plot(measured, name)) is not None:
+        if (svg := plot(results.newest(measured), name)) is not None:
             yield ASSETS / f"{name}.svg", svg
 
 
-def block(measured: Results, page: Path, found: re.Match[str]) -> str:
+def block(measured: Measured, page: Path, found: re.Match[str]) -> str:
     kind, options = found[2], [option.strip() for option in found[3].split("|")]
     makers: dict[str, Callable[[], str]] = {
         "table": lambda: tables(measured, options),
         "runs": lambda: runs(measured),
         "aims": lambda: aims(measured),
-        "plot": lambda: plot_link(measured, options, page),
+        "plot": lambda: plot_link(results.newest(measured), options, page),
     }
     return f"{found[1]}{makers[kind]()}\n{found[5]}"
 
 
-def tables(measured: Results, options: Sequence[str]) -> str:
+def tables(measured: Measured, options: Sequence[str]) -> str:
     """Return the tables of a command that the options choose, in Markdown."""
     command, *more = options
     chosen: dict[str, list[str]] = {name: [] for name in ("columns", "rows", "")}
@@ -83,32 +88,52 @@ def tables(measured: Results, options: Sequence[str]) -> str:
         name, colon, value = option.partition(": ")
         known = bool(colon) and name in chosen
         chosen[name if known else ""] += [part.strip() for part in value.split(";")] if known else [option]
-    if command not in measured:
-        return NOT_MEASURED
-    found = [Table(*table) for table in measured[command]["tables"]]
-    shown = [table for table in found if all(part in table.title for part in chosen[""])]
-    date = measured[command]["date"]
-    return (
-        "\n\n".join(markdown(table, date, chosen["columns"], chosen["rows"]) for table in shown)
-        or NOT_MEASURED
-    )
+    shown: dict[str, dict[str, Table]] = {}
+    for make, found in measured.items():
+        for table in (Table(*table) for table in found.get(command, {}).get("tables", ())):
+            if all(part in table.title for part in chosen[""]):
+                kept = narrowed(table, chosen["columns"], chosen["rows"])
+                shown.setdefault(table.title, {})[f"{make_text(make)} {found[command]['date']}"] = kept
+    return "\n\n".join(map(markdown, shown.values())) or NOT_MEASURED
 
 
-def markdown(table: Table, date: str, columns: Sequence[str], rows: Sequence[str]) -> str:
-    """Return a table, its title and date in the first heading, with the columns and rows named, or all."""
+def narrowed(table: Table, columns: Sequence[str], rows: Sequence[str]) -> Table:
+    """Return a table with the columns and rows named, or all. Its first column is always kept."""
     kept = [at for at, name in enumerate(table.columns) if at == 0 or not columns or name in columns]
-    lines = [
-        [cell_text(row[at]) for at in kept]
+    cells = [
+        [row[at] for at in kept]
         for row in table.rows
         if not rows or any(part in str(row[0]) for part in rows)
     ]
-    numeric = [not isinstance(table.rows[0][at], str) for at in kept]
-    heads = [
-        " ".join((table.title, f"({table.columns[0]})" if table.columns[0] else "")).strip() + f", {date}"
-    ]
-    heads += [table.columns[at] for at in kept[1:]]
+    return Table(table.title, [table.columns[at] for at in kept], cells)
+
+
+def markdown(found: dict[str, Table]) -> str:
+    """Return a table, its title in the first heading, with the columns of each machine side by side.
+
+    ``found``: the table by make and date. Rows of the same name, in one or more cells, are one row.
+    """
+    first = next(iter(found.values()))
+    names = len(found) > 1 and next(n for n in range(1, len(first.columns)) if unique(found.values(), n))
+    head = " ".join((first.title, f"({first.columns[0]})" if first.columns[0] else "")).strip()
+    if not names:
+        [when] = found
+        columns, rows = [f"{head}, {when}", *first.columns[1:]], list(first.rows)
+    else:
+        named = [{tuple(row[:names]): row for row in table.rows} for table in found.values()]
+        keys = dict.fromkeys(key for rows in named for key in rows)
+        columns = [head, *first.columns[1:names]]
+        columns += [f"{name}, {when}" for name in first.columns[names:] for when in found]
+        places = [(at, rows) for at in range(names, len(first.columns)) for rows in named]
+        rows = [[*key, *(known[key][at] if key in known else "" for at, known in places)] for key in keys]
+    numeric = [any(not isinstance(row[at], str) for row in rows) for at in range(len(columns))]
     rule = "|" + "|".join("---:" if right else "---" for right in numeric) + "|"
-    return "\n".join([row_of(heads), rule, *map(row_of, lines)])
+    return "\n".join([row_of(columns), rule, *(row_of(list(map(cell_text, row))) for row in rows)])
+
+
+def unique(tables: Iterable[Table], cells: int) -> bool:
+    """Whether no two rows of a table have the same first cells."""
+    return all(len({tuple(row[:cells]) for row in table.rows}) == len(table.rows) for table in tables)
 
 
 def row_of(cells: Sequence[str]) -> str:
@@ -123,11 +148,12 @@ def cell_text(cell: object) -> str:
     return f"{cell:,.0f}" if size >= 100 else f"{cell:.1f}" if size >= 10 else f"{cell:.2f}"
 
 
-def runs(measured: Results) -> str:
+def runs(measured: Measured) -> str:
     """Return a line for each machine and date."""
     lines: dict[tuple[str, str], list[str]] = {}
     loads: dict[tuple[str, str], list[float]] = {}
-    for command, result in sorted(measured.items()):
+    entries = sorted((item for found in measured.values() for item in found.items()), key=itemgetter(0))
+    for command, result in entries:
         key = result["date"], machine_text(result["machine"])
         lines.setdefault(key, []).append(f"`{command}`" + "\\*" * ("note" in result))
         loads.setdefault(key, []).extend(result["load"])
@@ -135,8 +161,13 @@ def runs(measured: Results) -> str:
     for key in sorted(lines, reverse=True):
         load = f"{min(loads[key]):g} to {max(loads[key]):g}" if loads[key] else "not noted"
         rows.append([*key, load, ", ".join(lines[key])])
-    notes = {result["note"] for result in measured.values() if "note" in result}
+    notes = {result["note"] for _, result in entries if "note" in result}
     return "\n".join([*map(row_of, rows), *(f"\n\\* {note[0].upper()}{note[1:]}." for note in sorted(notes))])
+
+
+def make_text(make: str) -> str:
+    """Return the name of a file of results as that of a make: ``AMD``, ``Intel``, ``GPU``."""
+    return make.title() if make == "intel" else make.upper()
 
 
 def machine_text(machine: dict[str, Any]) -> str:
@@ -147,22 +178,25 @@ def machine_text(machine: dict[str, Any]) -> str:
     return ", ".join(host + [f"{name} {machine[name]}" for name in names])
 
 
-def aims(measured: Results) -> str:
+def aims(measured: Measured) -> str:
     """Return the aims that are missed, each with its reason, and those that are met or not measured."""
     rows, met, unknown = [["below its aim", "aim", "measured", "why"], ["---"] * 4], [], []
     for aim in SPEC["aims"]:
-        value = figure(measured, *aim["cell"])
-        if value is None:
+        values = {
+            make_text(make): float(f"{value:.4g}")
+            for make, found in measured.items()
+            if (value := figure(found, *aim["cell"])) is not None
+        }
+        if not values:
             unknown.append(aim["what"])
             continue
-        least, most = aim.get("at_least", value), aim.get("at_most", value)
-        bound = f"at least {least:g}" if "at_least" in aim else f"at most {most:g}"
+        bound = f"at least {aim['at_least']:g}" if "at_least" in aim else f"at most {aim['at_most']:g}"
         bound += f" {aim['unit']}" if "unit" in aim else ""
-        shown = float(f"{value:.4g}")
-        if least <= shown <= most:
-            met.append(f"{aim['what']}, {bound}: {shown:g}")
+        shown = ", ".join(f"{value:g} ({make})" for make, value in values.items())
+        if all(aim.get("at_least", value) <= value <= aim.get("at_most", value) for value in values.values()):
+            met.append(f"{aim['what']}, {bound}: {shown}")
         else:
-            rows.append([aim["what"], bound, f"{shown:g}", aim.get("why", "not known")])
+            rows.append([aim["what"], bound, shown, aim.get("why", "not known")])
     parts = ["\n".join(map(row_of, rows))]
     parts += [f"Met: {'; '.join(met)}."] * bool(met)
     parts += [f"Not measured: {'; '.join(unknown)}."] * bool(unknown)

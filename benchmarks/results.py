@@ -1,7 +1,8 @@
 """Results of benchmarks as JSON: their tables, with date, machine and load.
 
-A file has one entry for each command, such as ``disk`` or ``look_up --busy``. A new result replaces that of
-the same command only, so that each names its own date and machine.
+There is a file for each make of processor, with one entry for each command, such as ``disk`` or
+``look_up --busy``. A new result replaces that of the same command only, so that each names its own date and
+machine.
 """
 
 from __future__ import annotations
@@ -53,14 +54,24 @@ def load(path: Path) -> dict[str, Result]:
     return json.loads(path.read_text()) if path.exists() else {}
 
 
-def load_all(folder: Path = FOLDER) -> dict[str, Result]:
-    """Return the newest result of each command in all files of a folder."""
-    newest: dict[str, Result] = {}
-    for path in sorted(folder.glob("*.json")):
-        for command, result in load(path).items():
-            if command not in newest or result["date"] >= newest[command]["date"]:
-                newest[command] = result
-    return newest
+def load_all(folder: Path = FOLDER) -> dict[str, dict[str, Result]]:
+    """Return the results of all files of a folder, by the name of the file and the command."""
+    return {path.stem: load(path) for path in sorted(folder.glob("*.json"))}
+
+
+def newest(measured: dict[str, dict[str, Result]]) -> dict[str, Result]:
+    """Return the newest result of each command."""
+    found: dict[str, Result] = {}
+    for results in measured.values():
+        for command, result in results.items():
+            if command not in found or result["date"] >= found[command]["date"]:
+                found[command] = result
+    return found
+
+
+def default_file() -> Path:
+    """Return the file for results of this machine, such as ``intel.json``."""
+    return FOLDER / f"{re.sub('[^a-z].*', '', describe_machine()['processor'].lower())}.json"
 
 
 def figure(results: dict[str, Result], command: str, title: str, row: str, column: str) -> float | None:
