@@ -123,6 +123,12 @@ def copy_buffers(pairs: Sequence[tuple[memoryview, bytes | memoryview]], threads
     ``ValueError`` if the lengths of a pair differ.
     """
 
+def write_hashed(descriptor: int, chunk: memoryview, start: int, length: int) -> bytes:
+    """Write all but the first page of a chunk to a file; return the XXH3-128 of ``length`` bytes.
+
+    Blocks without the GIL. Raises ``OSError`` if a write fails, and ``ValueError`` as :func:`xxh3_128`.
+    """
+
 def xxh3_128(data: bytes | memoryview) -> bytes:
     """Return the XXH3-128 hash, as ``xxhash.xxh3_128_digest`` does. Blocks without the GIL.
 

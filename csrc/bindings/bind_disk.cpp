@@ -11,6 +11,7 @@
 
 #include "errors.hpp"
 #include "kvtier/disk/engine.hpp"
+#include "kvtier/disk/write_hashed.hpp"
 #include "subjects.hpp"
 
 namespace nb = nanobind;
@@ -115,6 +116,17 @@ private:
     std::unique_ptr<disk::Engine> engine_;
 };
 
+nb::bytes write_hashed(int descriptor, nb::handle object, std::size_t start, std::size_t length) {
+    const Buffer buffer(object, PyBUF_SIMPLE);
+    const std::span<const std::byte> bytes(buffer.memory(), buffer.length());
+    if (start > bytes.size() || length > bytes.size() - start) throw nb::value_error("the payload exceeds the object");
+    const Digest digest = or_os_error([&] {
+        const nb::gil_scoped_release unlocked;
+        return disk::write_hashed(descriptor, bytes, bytes.subspan(start, length));
+    });
+    return nb::bytes(digest.data(), digest.size());
+}
+
 }  // namespace
 
 void bind_disk(nanobind::module_& module) {
@@ -127,6 +139,8 @@ void bind_disk(nanobind::module_& module) {
         .def("cancel", &DiskEngine::cancel, nb::arg("batch"))
         .def("finished", &DiskEngine::finished)
         .def("close", &DiskEngine::close);
+    module.def("write_hashed", &write_hashed, nb::arg("descriptor"), nb::arg("chunk"), nb::arg("start"),
+               nb::arg("length"));
 }
 
 }  // namespace kvtier::bindings

@@ -1,14 +1,19 @@
 #include "kvtier/checksum.hpp"
 
+#include <sys/mman.h>
+#include <unistd.h>
+
 #include <algorithm>
 #include <cstdint>
 #include <cstring>
 #include <stdexcept>
 #include <string>
+#include <system_error>
 #include <vector>
 
 #include "check.hpp"
 #include "kvtier/arriving.hpp"
+#include "kvtier/disk/write_hashed.hpp"
 
 using kvtier::Vectors;
 
@@ -161,6 +166,26 @@ TEST(unaligned_memory_gives_the_same_digest) {
 TEST(short_inputs_throw) {
     CHECK_THROWS(std::invalid_argument, kvtier::xxh3_128(pattern(240)));
     CHECK_THROWS(std::invalid_argument, kvtier::xxh3_128({}));
+}
+
+TEST(objects_are_hashed_as_they_are_written) {
+    for (const std::size_t pages : {1, 2, 1000}) {
+        const std::vector<std::byte> object = pattern(pages * 4096);
+        const std::span<const std::byte> payload(object.data() + 448, object.size() - 1000);
+        const int file = ::memfd_create("object", MFD_CLOEXEC);
+        CHECK(kvtier::disk::write_hashed(file, object, payload) == kvtier::xxh3_128(payload));
+        std::vector<std::byte> expected = object;
+        std::fill_n(expected.begin(), 4096, std::byte{0});
+        std::vector<std::byte> written(object.size());
+        CHECK(::pread(file, written.data(), written.size(), 0) == (pages == 1 ? 0 : ssize_t(object.size())));
+        CHECK(written == expected || pages == 1);
+        ::close(file);
+    }
+}
+
+TEST(failed_writes_throw) {
+    const std::vector<std::byte> object = pattern(8192);
+    CHECK_THROWS(std::system_error, kvtier::disk::write_hashed(-1, object, std::span(object).subspan(448, 7000)));
 }
 
 int main() { return kvtier::test::run(); }

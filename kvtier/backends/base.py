@@ -184,6 +184,20 @@ class SupportsCheck(Protocol):
 
 
 @runtime_checkable
+class SupportsSealing(Protocol):
+    """A medium that reads each byte itself to store it, and computes the checksum in the same pass."""
+
+    async def put_sealed(
+        self, items: Sequence[PutItem], checksums: dict[ChunkKey, bytes]
+    ) -> Sequence[Outcome]:
+        """Like :meth:`Backend.put`, of valid chunk objects, which are stored with checksums.
+
+        Their headers in memory are only read: what was computed is added to ``checksums``.
+        """
+        ...
+
+
+@runtime_checkable
 class SupportsTTL(Protocol):
     """A medium that expires chunks by itself."""
 
@@ -202,6 +216,7 @@ class Capabilities(NamedTuple):
     prefix: SupportsPrefix | None = None
     check: SupportsCheck | None = None
     ttl: SupportsTTL | None = None
+    sealing: SupportsSealing | None = None
 
     @classmethod
     def of(cls, backend: Backend) -> Capabilities:
@@ -213,4 +228,5 @@ class Capabilities(NamedTuple):
             prefix=backend if isinstance(backend, SupportsPrefix) else None,
             check=backend if isinstance(backend, SupportsCheck) else None,
             ttl=backend if isinstance(backend, SupportsTTL) else None,
+            sealing=backend if isinstance(backend, SupportsSealing) else None,
         )

@@ -75,8 +75,11 @@ class WrapperBackend(Backend):
         await self._inner.delete(keys)
 
     def capabilities(self) -> Capabilities:
-        """Return the capabilities of the wrapped backend, whose methods are called directly."""
-        return self._inner.capabilities()
+        """Return the capabilities of the wrapped backend, whose methods are called directly.
+
+        Without ``sealing``, with which objects would be stored without a :meth:`put` of this wrapper.
+        """
+        return self._inner.capabilities()._replace(sealing=None)
 
 
 class FaultyBackend(WrapperBackend):

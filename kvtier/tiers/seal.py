@@ -57,9 +57,14 @@ class Seal:
 
     async def put(self, items: Sequence[PutItem]) -> Sequence[Outcome]:
         """Seal each chunk object and store it. See :meth:`Backend.put`."""
-        seals = await self._sealer.seal(items)
+        sealing = self._backend.capabilities().sealing if self._sealer.checksum else None
+        seals = await (self._sealer.headers(items) if sealing else self._sealer.seal(items))
         valid = [item for item, seal in zip(items, seals, strict=True) if seal is not None]
-        stored = iter(await self._backend.put(valid))
+        checksums: dict[ChunkKey, bytes] = {}
+        stored = iter(await (sealing.put_sealed(valid, checksums) if sealing else self._backend.put(valid)))
+        for item in valid:
+            if checksum := checksums.get(item[0]):
+                self._sealer.adopt(item, checksum)
         return [Outcome.MISS if seal is None else next(stored) for seal in seals]
 
     async def get(self, items: Sequence[GetItem]) -> Sequence[Outcome]:

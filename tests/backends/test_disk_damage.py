@@ -37,12 +37,12 @@ def io(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.fixture
-def killed(tmp_path: Path, io: str, request: pytest.FixtureRequest) -> Path:
+def killed(tmp_path: Path, io: str, way: str, request: pytest.FixtureRequest) -> Path:
     """The folder of a process that was killed while writing, several times."""
     folder = tmp_path / "ssd"
     delays = random.Random(request.node.name)
     for _ in range(3):
-        process = python("tests.rigs.disk_writer", str(folder), io, stdout=subprocess.PIPE)
+        process = python("tests.rigs.disk_writer", str(folder), io, way, stdout=subprocess.PIPE)
         assert process.stdout is not None
         with process.stdout:
             assert process.stdout.readline(), "the writer exited before its first write"
@@ -55,6 +55,7 @@ def killed(tmp_path: Path, io: str, request: pytest.FixtureRequest) -> Path:
 
 
 @pytest.mark.parametrize("run", [0, 1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("way", ["direct", "cached"])
 async def test_kill_during_writes_leaves_whole_objects_only(killed: Path, io: str, run: int) -> None:
     async with opened(SealedBackend(disk(killed, io=io))) as backend:
         found = await scanned(backend)
@@ -144,11 +145,12 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
         yield path
 
 
+@pytest.mark.parametrize("direct", [True, False])
 async def test_full_disk_refuses_chunks_and_keeps_the_others(
-    small_disk: Path, io: str, caplog: pytest.LogCaptureFixture
+    small_disk: Path, io: str, direct: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     payload = 2_000_000
-    async with opened(SealedBackend(disk(small_disk, io=io))) as backend:
+    async with opened(SealedBackend(disk(small_disk, io=io, direct=direct))) as backend:
         outcomes = list(await backend.put(chunks(range(6), payload)))
         assert set(outcomes) == {OK, FULL}
         message = f"tier 'ssd': no space left in {small_disk} (No space left on device); chunks"

@@ -1,4 +1,4 @@
-"""Write chunks to a disk tier until killed: ``python -m tests.rigs.disk_writer DIR uring``."""
+"""Write chunks to a disk tier until killed: ``python -m tests.rigs.disk_writer DIR uring direct``."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ def payload_bytes(round_: int, number: int) -> int:
     return 1000 + (round_ * 7919 + number * 104_729) % 600_000
 
 
-async def main(path: Path, io: str) -> None:
-    backend = SealedBackend(disk(path, io=io))
+async def main(path: Path, io: str, way: str) -> None:
+    backend = SealedBackend(disk(path, io=io, direct=way == "direct"))
     await backend.open()
     for round_ in itertools.count():
         items = [
@@ -34,4 +34,4 @@ async def main(path: Path, io: str) -> None:
 
 
 if __name__ == "__main__":
-    anyio.run(main, Path(sys.argv[1]), sys.argv[2])
+    anyio.run(main, Path(sys.argv[1]), *sys.argv[2:])

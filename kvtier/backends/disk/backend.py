@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack
+from functools import partial
 from typing import ClassVar, Literal, TypeVar
 
 import anyio
 from pydantic import Field
 
+from kvtier import native
 from kvtier.backends.base import (
     Backend,
+    Capabilities,
     GetItem,
     Outcome,
     PutItem,
@@ -19,6 +22,7 @@ from kvtier.backends.base import (
     SupportsCheck,
     SupportsRegistration,
     SupportsScan,
+    SupportsSealing,
 )
 from kvtier.backends.disk.folder import ObjectFolder, lock_holder, object_path
 from kvtier.backends.disk.scan import walk
@@ -28,7 +32,7 @@ from kvtier.errors import MediumReplaced, TierError
 from kvtier.memory.arena import Arena
 from kvtier.memory.keys import ChunkKey
 from kvtier.settings import LocalPath, LocalTierSettings, TierSettings
-from kvtier.units import Integer
+from kvtier.units import KIB, Integer
 
 logger = logging.getLogger("kvtier")
 
@@ -36,6 +40,9 @@ __all__ = ["DiskBackend", "DiskSettings", "lock_holder", "object_path", "walk"]
 
 QUICK_CALLS_PER_THREAD = 64
 """Existence checks and deletes per thread. Each takes microseconds, so fewer do not justify a wake-up."""
+
+COPIED_BYTES = 256 * KIB
+"""From this size on, objects are copied to the page cache by threads of this process."""
 
 ItemT = TypeVar("ItemT")
 ResultT = TypeVar("ResultT")
@@ -73,7 +80,7 @@ class DiskSettings(LocalTierSettings):
     )
 
 
-class DiskBackend(Backend, SupportsScan, SupportsRegistration, SupportsCheck):
+class DiskBackend(Backend, SupportsScan, SupportsRegistration, SupportsCheck, SupportsSealing):
     """Objects as files ``DIR/<first 3 hex digits>/<64 hex digits>.kv``, which contain nothing else.
 
     At most ``concurrency`` objects are read or written at once, through io_uring or as many threads. A
@@ -88,6 +95,8 @@ class DiskBackend(Backend, SupportsScan, SupportsRegistration, SupportsCheck):
     def __init__(self, settings: DiskSettings) -> None:
         self._settings = settings
         self._ring: UringTransfers | None = None
+        self._seals = False
+        """Whether objects are copied to the page cache, and can be hashed meanwhile."""
         self._gone: list[ObjectFolder] = []
         """Folders that were removed. Their descriptors stay open while anything may be in flight."""
         self._replacing = anyio.Lock()
@@ -105,6 +114,7 @@ class DiskBackend(Backend, SupportsScan, SupportsRegistration, SupportsCheck):
             self._folder = await ObjectFolder.open(settings.name, settings.path, direct=settings.direct)
             undo.push_async_callback(self._folder.close)
             self._ring = self._make_ring()
+            self._seals = not self._folder.direct and native.available()
             undo.pop_all()
 
     async def close(self) -> None:
@@ -127,6 +137,11 @@ class DiskBackend(Backend, SupportsScan, SupportsRegistration, SupportsCheck):
         medium = "io_uring" if self._ring is not None else "threads"
         return f"{medium}, {'O_DIRECT' if self._folder.direct else 'through the page cache'}"
 
+    def capabilities(self) -> Capabilities:
+        """Return those of its protocols. It seals what it copies to the page cache."""
+        found = super().capabilities()
+        return found if self._seals else found._replace(sealing=None)
+
     async def contains(self, keys: Sequence[ChunkKey]) -> Sequence[bool]:
         """Return whether each key has a file."""
         return await self._spread(self._folder.holds, keys, QUICK_CALLS_PER_THREAD)
@@ -136,11 +151,23 @@ class DiskBackend(Backend, SupportsScan, SupportsRegistration, SupportsCheck):
 
         If the folder was removed or moved, creates it again, and raises :class:`MediumReplaced`.
         """
+        folder, copied = self._folder, any(len(view) >= COPIED_BYTES for _, view in items)
+        # The kernel's own threads, to which io_uring leaves long copies, often share one core.
+        in_ring = self._ring if folder.direct or not copied else None
+        return await self._put(in_ring.write if in_ring else partial(self._spread, folder.write), items)
+
+    async def put_sealed(
+        self, items: Sequence[PutItem], checksums: dict[ChunkKey, bytes]
+    ) -> Sequence[Outcome]:
+        """Write each chunk object to a file through the page cache, and hash it while it is copied."""
+        write = partial(self._folder.write, checksums=checksums)
+        return await self._put(partial(self._spread, write), items)
+
+    async def _put(
+        self, write: Callable[[Sequence[PutItem]], Awaitable[list[Outcome]]], items: Sequence[PutItem]
+    ) -> Sequence[Outcome]:
         folder = self._folder
-        if self._ring is not None:
-            outcomes: Sequence[Outcome] = await self._ring.write(items)
-        else:
-            outcomes = await self._spread(folder.write, items)
+        outcomes = await write(items)
         await self._replace_if_gone(folder)
         return outcomes
 

@@ -31,13 +31,20 @@ import aiofiles
 import aiofiles.os
 from anyio import CancelScope
 
+from kvtier import native
 from kvtier.backends.base import GetItem, Outcome, PutItem
 from kvtier.backends.disk.scan import LOCK_FILE, PREFIX_DIGITS, PROBE_FILE, FolderScan, Kept
 from kvtier.concurrency.files import FileLocked, LockFile, holder_of
 from kvtier.concurrency.processes import LACKING
 from kvtier.errors import TierError
 from kvtier.logs import RateLimitedLog
-from kvtier.memory.header import OBJECT_ALIGNMENT
+from kvtier.memory.header import (
+    HEADER_BYTES,
+    NATIVE_CHECKSUM_BYTES,
+    OBJECT_ALIGNMENT,
+    ChunkHeader,
+    is_sealed,
+)
 from kvtier.memory.keys import ChunkKey
 
 logger = logging.getLogger("kvtier")
@@ -196,18 +203,23 @@ class ObjectFolder:
         """Return whether ``key`` has an object."""
         return object_path(self._opened, key).is_file()
 
-    def write(self, item: PutItem) -> Outcome:
-        """Write one object to a temporary file and rename it over the one it replaces."""
+    def write(self, item: PutItem, *, checksums: dict[ChunkKey, bytes] | None = None) -> Outcome:
+        """Write one object to a temporary file and rename it over the one it replaces.
+
+        With ``checksums``, seal it, and add its checksum to these. That needs the native core.
+        """
         key, view = item
         path = self.path_of(key)
         temporary = Path(self.temporary_of(path))
         try:
-            self._write_file(temporary, view)
+            checksum = self._write_file(temporary, view, seal=checksums is not None and not is_sealed(view))
             temporary.replace(path)
         except OSError as error:
             with suppress(OSError):
                 temporary.unlink()
             return self.write_failed(error)
+        if checksums is not None and checksum is not None:
+            checksums[key] = checksum
         return Outcome.OK
 
     def read(self, item: GetItem) -> Outcome:
@@ -244,8 +256,8 @@ class ObjectFolder:
             return self.scan.kept(path, error)
         return {}
 
-    def _write_file(self, path: Path, view: memoryview) -> None:
-        direct = self.direct and _is_aligned(view)
+    def _write_file(self, path: Path, view: memoryview, *, seal: bool) -> bytes | None:
+        direct = self.direct and not seal and _is_aligned(view)
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | (os.O_DIRECT if direct else 0)
         try:
             descriptor = os.open(path, flags, 0o600)
@@ -253,10 +265,26 @@ class ObjectFolder:
             path.parent.mkdir(mode=0o700, exist_ok=True)
             descriptor = os.open(path, flags, 0o600)
         try:
+            if seal:
+                return _write_sealed(descriptor, view)
             if _transfer(os.pwritev, descriptor, view, direct) < len(view):
                 raise OSError(errno.EIO, "short write", str(path))
+            return None
         finally:
             os.close(descriptor)
+
+
+def _write_sealed(descriptor: int, view: memoryview) -> bytes:
+    """Write an unsealed chunk object with its checksum, the page with the header last. Return it."""
+    header = ChunkHeader.parse(view[:HEADER_BYTES])
+    if header.payload_bytes >= NATIVE_CHECKSUM_BYTES:
+        checksum = native.core.write_hashed(descriptor, view, HEADER_BYTES, header.payload_bytes)
+    else:
+        checksum = header.checksum(view)
+        _transfer(os.pwritev, descriptor, view, direct=False)
+    page = header.packed(checksum) + view[HEADER_BYTES:OBJECT_ALIGNMENT]
+    _transfer(os.pwritev, descriptor, memoryview(page), direct=False)
+    return checksum
 
 
 def _object_name(key: ChunkKey) -> str:
