@@ -60,12 +60,7 @@ class Lease:
         if self._released:
             return
         self._released = True
-        arena, number = self._arena, self.number
-        arena.leases -= 1
-        arena.handles[number] -= 1
-        if not arena.handles[number]:
-            arena.free(self.offset, _padded(self.length))
-            arena._vacant.append(number)
+        self._arena.release((self.number,))
 
 
 class Leases:
