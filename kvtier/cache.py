@@ -25,7 +25,7 @@ from kvtier.catalog.hints import ChunkHints
 from kvtier.catalog.misses import Miss
 from kvtier.catalog.partial_matches import PromptTags, block_tags_of
 from kvtier.catalog.tenants import tenant_of_salt
-from kvtier.concurrency.tasks import call_later, open_tasks
+from kvtier.concurrency.tasks import call_later, open_background_tasks
 from kvtier.errors import CorruptChunk, KVTierError, LayoutError, SettingsError
 from kvtier.events import AnswerEnd, Move, Observer, PromptLookup
 from kvtier.memory.arena import Arena
@@ -201,7 +201,7 @@ class TieredCache:
             for _, backend in media[1:]:
                 await backend.open()
                 stack.push_async_callback(backend.close)
-            tasks = await stack.enter_async_context(open_tasks())
+            tasks = await stack.enter_async_context(open_background_tasks())
             encoders = [
                 None if found is None else Encoder(found, layouts, checksum=settings.checksum)
                 for found in codecs
@@ -222,7 +222,6 @@ class TieredCache:
                 with anyio.CancelScope(shield=True):
                     await cache.finish()
                 cache._closed = True
-                tasks.cancel_scope.cancel()
 
     async def _start(self, tasks: TaskGroup) -> None:
         """Find the chunks in the tiers, and start the background tasks."""

@@ -22,7 +22,7 @@ from kvtier.backends.base import Backend
 from kvtier.cache import TieredCache
 from kvtier.catalog.misses import MissReason
 from kvtier.catalog.table import MAX_TIERS
-from kvtier.concurrency.tasks import open_tasks
+from kvtier.concurrency.tasks import open_background_tasks
 from kvtier.errors import ChannelError, PeerError, ProtocolError, SettingsError
 from kvtier.fleet.member.served_models import EngineModel, ServedModels
 from kvtier.fleet.member.tokenizing import Tokenizers
@@ -194,14 +194,11 @@ class Instance:
                 reservations = Reservations(cache, arena, stagings, served.refusal)
                 server = PeerServer(cache, settings.peer, transport, grants, reservations, name, tracer)
                 await stack.enter_async_context(server.serving())
-            tasks = await stack.enter_async_context(open_tasks())
+            tasks = await stack.enter_async_context(open_background_tasks())
             kv_transfers = KVTransfers(cache, peers, Targets(settings), tasks, grants.limit)
             stack.callback(kv_transfers.close)
-            try:
-                staging = stagings if stagings.enabled else None
-                yield cls(name, cache, server, peers if fetches else None, kv_transfers, served, staging)
-            finally:
-                tasks.cancel_scope.cancel()
+            staging = stagings if stagings.enabled else None
+            yield cls(name, cache, server, peers if fetches else None, kv_transfers, served, staging)
 
     @asynccontextmanager
     async def _registered(self, settings: Settings) -> AsyncIterator[None]:
@@ -238,7 +235,7 @@ class Instance:
             ]
         )
         self.cache.add_observer(transfers)
-        async with open_tasks() as tasks:
+        async with open_background_tasks() as tasks:
             self._controllers = controllers
             if self.peers is not None and settings.controller.ask:
                 self.peers.set_directory(controllers)
@@ -253,7 +250,6 @@ class Instance:
                     self.peers.set_directory(None)
                 if self._kv_transfers is not None:
                     self._kv_transfers.targets.set_registered(None)
-                tasks.cancel_scope.cancel()
 
     def _add_model(self, name: str, namespace: bytes, layout: ChunkLayout) -> None:
         self.served.add_model(namespace, layout, EngineModel([name]))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from logging import WARNING, Logger, getLogger
 
@@ -128,3 +128,10 @@ class RateLimitedLogs:
 def printable(text: str) -> str:
     """Return text from another process made safe for logs: printable, one line, bounded length."""
     return "".join(character if character.isprintable() else "?" for character in text[:MAX_CHARACTERS])
+
+
+def causes_of(error: BaseException | None) -> Iterator[BaseException]:
+    """Yield an error, and what it was raised from or while handling, the root last."""
+    while error is not None:
+        yield error
+        error = error.__cause__ or error.__context__

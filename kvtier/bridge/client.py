@@ -10,6 +10,7 @@ import json
 import secrets
 import time
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field
 from logging import Logger
 from pathlib import Path
@@ -584,8 +585,7 @@ def clear_weights(
 def _ask(path: Path, request: Request, answer: type[ReplyT], seconds: float) -> ReplyT:
     """Return the answer to a request of an observer. Blocks up to ``seconds``. Raises: ChannelError."""
     hello = protocol.Hello(protocol.VERSION, "observer", "observer", 0, ChunkLayout(1, ()), b"")
-    connection = open_connection(path, hello)
-    try:
+    with closing(open_connection(path, hello)) as connection:
         deadline = time.monotonic() + seconds
         connection.send(request)
         messages = connection.await_welcome(seconds)
@@ -596,5 +596,3 @@ def _ask(path: Path, request: Request, answer: type[ReplyT], seconds: float) -> 
             if (left := deadline - time.monotonic()) <= 0:
                 raise ChannelClosed(f"the cache process on {path} does not answer")
             messages = connection.receive(left)
-    finally:
-        connection.close()

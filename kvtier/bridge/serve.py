@@ -27,7 +27,7 @@ from kvtier.concurrency.files import FileLocked, LockFile
 from kvtier.concurrency.placement import shorten_slices, spread_memory
 from kvtier.concurrency.processes import settle
 from kvtier.concurrency.systemd import listener_path
-from kvtier.concurrency.tasks import open_tasks, stop_on_signals
+from kvtier.concurrency.tasks import open_background_tasks, stop_on_signals
 from kvtier.errors import ChannelError, KVTierError
 from kvtier.instance import Instance
 from kvtier.rpc.listener import listening
@@ -73,7 +73,7 @@ async def serve(
         _claim(path, listener),
         _recording(settings) as recorder,
         Instance.open(settings) as instance,
-        open_tasks() as tasks,
+        open_background_tasks() as tasks,
     ):
         server = BridgeServer(instance, recorder)
         await tasks.start(stop_on_signals, serving, draining, logger)
@@ -95,7 +95,6 @@ async def serve(
             on_stopping()
             with draining:
                 await _finish(instance.cache)
-        tasks.cancel_scope.cancel()
 
 
 @asynccontextmanager

@@ -32,7 +32,7 @@ from kvtier.bridge.notices import Notices
 from kvtier.bridge.session import NO_LEASE, EngineSession
 from kvtier.bridge.watched import WatchedChunks
 from kvtier.concurrency.placement import Placement
-from kvtier.concurrency.tasks import open_tasks
+from kvtier.concurrency.tasks import open_background_tasks
 from kvtier.errors import ChannelClosed, ChannelError, PeerError, ProtocolError, SettingsError
 from kvtier.fleet.member.served_models import EngineModel
 from kvtier.instance import Instance
@@ -417,12 +417,9 @@ class BridgeServer:
     async def _serve(self, wire: SocketWire, *, remote: bool) -> None:
         try:
             endpoint = Endpoint(wire, protocol.decode_from_engine)
-            async with open_tasks() as tasks:
-                try:
-                    process = None if remote else WriterProcess.of(wire.frames.socket)
-                    await Connection(self, endpoint, tasks, process, remote=remote).serve()
-                finally:
-                    tasks.cancel_scope.cancel()
+            async with open_background_tasks() as tasks:
+                process = None if remote else WriterProcess.of(wire.frames.socket)
+                await Connection(self, endpoint, tasks, process, remote=remote).serve()
         except ChannelError as error:
             logger.debug("connection closed: %s", error)
         except Exception:

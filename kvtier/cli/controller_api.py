@@ -31,6 +31,7 @@ from kvtier.fleet.controller.answers import (
     WhyPromptAnswer,
 )
 from kvtier.fleet.controller.events import Event
+from kvtier.logs import causes_of
 from kvtier.version import __version__
 
 TIMEOUT_SECONDS = 3.0
@@ -199,12 +200,8 @@ class ControllerAPI:
 
 def _is_refused(error: httpx.TransportError) -> bool:
     """Return whether the connection was refused: then the request was not sent."""
-    cause: BaseException | None = error  # httpx and httpcore have each wrapped it.
-    while cause is not None:
-        if isinstance(cause, ConnectionRefusedError):
-            return True
-        cause = cause.__cause__ or cause.__context__
-    return False
+    # httpx and httpcore have each wrapped it.
+    return any(isinstance(cause, ConnectionRefusedError) for cause in causes_of(error))
 
 
 def _sentence(detail: Any, known: Sequence[str]) -> str:  # noqa: ANN401 - JSON

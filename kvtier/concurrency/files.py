@@ -68,16 +68,11 @@ def holder_of(path: Path) -> str | None:
 
     Blocks as long as the file system does. Raises ``OSError``.
     """
-    try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    except FileNotFoundError:
-        return None
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return _name_in(descriptor)
-    finally:
-        os.close(descriptor)
+    with suppress(FileNotFoundError), path.open("rb", buffering=0) as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return _name_in(file.fileno())
     return None
 
 

@@ -35,6 +35,16 @@ async def open_tasks() -> AsyncIterator[TaskGroup]:
         raise group.exceptions[0] from group.exceptions[0].__cause__
 
 
+@asynccontextmanager
+async def open_background_tasks() -> AsyncIterator[TaskGroup]:
+    """Like :func:`open_tasks`, but cancel the tasks at the end of the block instead of waiting for them."""
+    async with open_tasks() as tasks:
+        try:
+            yield tasks
+        finally:
+            tasks.cancel_scope.cancel()
+
+
 def call_later(seconds: float, function: Callable[[], None]) -> None:
     """Have the running event loop call a function. Takes a microsecond, a task 20. Errors are logged."""
     loop = asyncio.get_running_loop()

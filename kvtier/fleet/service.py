@@ -23,7 +23,7 @@ from starlette.requests import HTTPConnection, Request
 from starlette.responses import Response
 
 from kvtier.concurrency import systemd
-from kvtier.concurrency.tasks import open_tasks, stop_on_signals
+from kvtier.concurrency.tasks import open_background_tasks, stop_on_signals
 from kvtier.settings.peer import join_address
 
 BEARER = {"WWW-Authenticate": "Bearer"}
@@ -88,7 +88,7 @@ async def serve_until_signal(
     """
     logger = logging.getLogger(f"kvtier.{name}")
     serving, finishing = CancelScope(), CancelScope()
-    async with open_tasks() as tasks:
+    async with open_background_tasks() as tasks:
         await tasks.start(stop_on_signals, serving, finishing, logger)
         async with service as running:
             address = join_address(*running.address)
@@ -99,5 +99,4 @@ async def serve_until_signal(
             systemd.notify("STOPPING=1")
             with finishing:
                 await finish(running)
-        tasks.cancel_scope.cancel()
     return running

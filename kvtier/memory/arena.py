@@ -92,14 +92,6 @@ class Arena(_Mapping, Slices):
         self._strict = has_strict_overcommit()
         self._peak = 0
 
-    def allocate(self, length: int) -> Lease | None:
-        """See :meth:`Slices.allocate`."""
-        lease = super().allocate(length)
-        if lease is not None and not self._commit(lease.offset + lease.length):
-            lease.release()
-            return None
-        return lease
-
     def allocate_all(self, length: int, count: int) -> list[Lease]:
         """See :meth:`Slices.allocate_all`."""
         leases = super().allocate_all(length, count)

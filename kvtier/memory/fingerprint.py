@@ -121,11 +121,8 @@ def _in_parallel(function: Callable[[ItemT], ResultT], items: Sequence[ItemT]) -
 
 
 def _state(path: Path, name: str) -> FileState:
-    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        return _state_of(descriptor, name)
-    finally:
-        os.close(descriptor)
+    with path.open("rb", buffering=0) as opened:
+        return _state_of(opened.fileno(), name)
 
 
 def _state_of(descriptor: int, name: str) -> FileState:
@@ -138,8 +135,8 @@ def _is_sampled(file: FileState, budget: int) -> bool:
 
 
 def _file_digest(path: Path, file: FileState, budget: int, reads: Executor) -> bytes:
-    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    try:
+    with path.open("rb", buffering=0) as opened:
+        descriptor = opened.fileno()
         ranges = list(_pieces(_ranges(descriptor, file, budget)))
         batches = [ranges[at : at + BATCH] for at in range(0, len(ranges), BATCH)]
         parts = [reads.submit(_digest, descriptor, batch) for batch in batches]
@@ -148,8 +145,6 @@ def _file_digest(path: Path, file: FileState, budget: int, reads: Executor) -> b
         if _state_of(descriptor, file.name) != file:
             raise OSError(f"{path} has changed while it was read")
         return digest
-    finally:
-        os.close(descriptor)
 
 
 def _digest(descriptor: int, ranges: Sequence[tuple[int, int]]) -> bytes:

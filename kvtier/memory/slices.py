@@ -60,12 +60,7 @@ class Lease:
         if self._released:
             return
         self._released = True
-        arena, number = self._arena, self.number
-        arena.leases -= 1
-        arena.handles[number] -= 1
-        if not arena.handles[number]:
-            arena.free(self.offset, _padded(self.length))
-            arena._vacant.append(number)
+        self._arena.release((self.number,))
 
 
 class Leases:
@@ -167,18 +162,7 @@ class Slices:
 
     def allocate(self, length: int) -> Lease | None:
         """Lease ``length`` bytes, best fit. Return ``None`` if no free run is large enough."""
-        rounded = _padded(length)
-        at = self._free_by_size.bisect_left((rounded, 0))
-        if at == len(self._free_by_size):
-            return None
-        size, offset = self._free_by_size[at]
-        self._take_run(offset, size)
-        if size > rounded:
-            self._add_run(offset + rounded, size - rounded)
-        self.used += rounded
-        self.leases += 1
-        [number] = self._new((offset,), length)
-        return Lease(self, number, offset, length)
+        return next(iter(self.allocate_all(length, 1)), None)
 
     def allocate_all(self, length: int, count: int) -> list[Lease]:
         """Return up to ``count`` leases of ``length`` bytes, the same as repeated :meth:`allocate`."""

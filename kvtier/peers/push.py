@@ -167,11 +167,6 @@ class Pusher:
 
     async def commit(self, leases: Sequence[RemoteLease], checksums: Sequence[bytes]) -> list[bool]:
         """Commit written chunks of one grant. Return which of them the peer serves now."""
-
-        def settle(committed: Committed, _wanted: bool) -> list[bool]:
-            expect_length(committed.valid, len(leases))
-            return committed.valid
-
         request = partial(
             Commit,
             grant=leases[0].grant,
@@ -179,7 +174,9 @@ class Pusher:
             checksums=b"".join(checksums),
             trace=current.get(),
         )
-        return await self.source.endpoint.call(request, Committed, settle).reply()
+        return await self.source.endpoint.call(
+            request, Committed, lambda committed, _wanted: expect_length(committed.valid, len(leases))
+        ).reply()
 
 
 class PushSource(ABC):

@@ -13,7 +13,7 @@ import anyio
 from anyio import CancelScope
 
 from kvtier.cache import TieredCache
-from kvtier.concurrency.tasks import open_tasks
+from kvtier.concurrency.tasks import open_background_tasks
 from kvtier.errors import PeerError, ProtocolError
 from kvtier.logs import RateLimitedLog, printable
 from kvtier.observability.traces.spans import NO_TRACER, Tracer
@@ -103,13 +103,10 @@ class PeerServer:
             host, port = listener.getsockname()[:2]
             self._address = (host, port)
             try:
-                async with open_tasks() as tasks:
+                async with open_background_tasks() as tasks:
                     tasks.start_soon(accept_all, listener, self._serve)
                     tasks.start_soon(self._expire)
-                    try:
-                        yield
-                    finally:
-                        tasks.cancel_scope.cancel()
+                    yield
             finally:
                 self._address = None
 

@@ -6,6 +6,7 @@ import time
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from contextlib import suppress
 from functools import partial
+from typing import TypeVar
 
 import anyio
 from anyio import CancelScope
@@ -39,6 +40,8 @@ MAX_PUSHES = 8
 """Concurrent batches over all prompts: some are written while others are reserved or verified."""
 DISCONNECT_SECONDS = 6.0
 """An unresponsive peer is disconnected after this long."""
+
+EntryT = TypeVar("EntryT")
 
 Read = tuple[RemoteLease, memoryview]
 """A lease, and the view to read into or write from."""
@@ -149,30 +152,24 @@ class Source:
 
     async def contains(self, keys: Sequence[ChunkKey]) -> list[bool]:
         """Return whether the peer holds each key. Leases nothing."""
-
-        def settle(contained: Contained, _wanted: bool) -> list[bool]:
-            expect_length(contained.held, len(keys))
-            return contained.held
-
-        return await self.endpoint.call(partial(Contains, keys=join_keys(keys)), Contained, settle).reply()
+        return await self.endpoint.call(
+            partial(Contains, keys=join_keys(keys)),
+            Contained,
+            lambda contained, _wanted: expect_length(contained.held, len(keys)),
+        ).reply()
 
     async def readable(self, leases: Sequence[RemoteLease]) -> set[RemoteLease]:
         """Wait until the peer has these chunks in memory. Return those that became readable."""
-
-        def settle(group: Sequence[RemoteLease], readable: Readable, _wanted: bool) -> list[bool]:
-            expect_length(readable.readable, len(group))
-            return readable.readable
-
-        replies = await self._ask_each_grant(leases, Await, Readable, settle)
+        replies = await self._ask_each_grant(
+            leases, Await, Readable, lambda group, answer, _wanted: expect_length(answer.readable, len(group))
+        )
         return {lease for group, ready in replies for lease, ok in zip(group, ready, strict=True) if ok}
 
     async def confirm(self, leases: Sequence[RemoteLease]) -> set[RemoteLease]:
         """Release these leases. Return those that were valid until now."""
-
-        def settle(_group: Sequence[RemoteLease], released: Released, _wanted: bool) -> bool:
-            return released.valid
-
-        replies = await self._ask_each_grant(leases, Release, Released, settle)
+        replies = await self._ask_each_grant(
+            leases, Release, Released, lambda _group, released, _wanted: released.valid
+        )
         return {lease for group, valid in replies if valid for lease in group}
 
     async def _ask_each_grant(
@@ -316,7 +313,8 @@ class Source:
             await self._link.close()
 
 
-def expect_length(answers: Sequence[object], length: int) -> None:
-    """Raise :class:`kvtier.errors.ProtocolError` if a response has the wrong number of entries."""
+def expect_length(answers: list[EntryT], length: int) -> list[EntryT]:
+    """Return the entries of a response. Raises :class:`kvtier.errors.ProtocolError` for another number."""
     if len(answers) != length:
         raise ProtocolError(f"the peer's response has {len(answers)} entries, expected {length}")
+    return answers

@@ -13,7 +13,7 @@ from typing import Any
 import anyio
 import anyio.lowlevel
 
-from kvtier.concurrency.tasks import open_tasks
+from kvtier.concurrency.tasks import open_background_tasks
 from kvtier.logs import RateLimitedLog
 
 RECOVERY_SECONDS = 0.1
@@ -62,10 +62,9 @@ async def listening(
 
     with inherited or _bind(path) as listener:
         try:
-            async with open_tasks() as tasks:
+            async with open_background_tasks() as tasks:
                 tasks.start_soon(accept_all, listener, serve)
                 yield
-                tasks.cancel_scope.cancel()
         finally:
             if inherited is None:
                 path.unlink(missing_ok=True)

@@ -17,7 +17,7 @@ import itertools
 import mmap
 import time
 from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, closing
 from functools import partial
 from pathlib import Path
 
@@ -406,13 +406,10 @@ class BackendConformance:
         memory = backend.capabilities().arena
         if memory is None:
             pytest.skip("the backend is not memory")
-        arena = memory.create_arena()
-        try:
+        with closing(memory.create_arena()) as arena:
             lease = arena.allocate(10_000)
             assert lease is not None
             lease.view[:] = noise(b"1", 10_000)
             assert bytes(lease.view) == noise(b"1", 10_000)
             lease.release()
             assert (arena.leases, arena.used) == (0, 0)
-        finally:
-            arena.close()

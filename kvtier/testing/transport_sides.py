@@ -33,7 +33,7 @@ from xxhash import xxh3_128_hexdigest
 
 from kvtier.backends.base import Outcome
 from kvtier.concurrency.sockets.connection import Connection, Deadline, TLSConnection
-from kvtier.concurrency.tasks import open_tasks
+from kvtier.concurrency.tasks import open_background_tasks
 from kvtier.memory.arena import Arena
 from kvtier.memory.slices import Lease
 from kvtier.rpc.listener import accept_all
@@ -193,12 +193,9 @@ async def _listening(
     listener = socket.create_server((address, 0), backlog=128)
     listener.setblocking(False)
     with listener:
-        async with open_tasks() as tasks:
+        async with open_background_tasks() as tasks:
             tasks.start_soon(accept_all, listener, partial(_serve, transport, context))
-            try:
-                yield listener.getsockname()[1]
-            finally:
-                tasks.cancel_scope.cancel()
+            yield listener.getsockname()[1]
 
 
 async def _serve(

@@ -269,7 +269,7 @@ class InfiniStoreConnection(Connection):
         head = memoryview(bytearray(HEAD.size))
         while not answer.has_head:
             self._enable_quick_ack()
-            self._receive_some(head[len(answer.head) :], 0)
+            self._receive_some([head[len(answer.head) :]], 0)
         return answer
 
     def _status(self) -> int:
@@ -277,10 +277,10 @@ class InfiniStoreConnection(Connection):
         self.take(memoryview(bytearray(_STATUS.size)))
         return answer.status
 
-    def _receive_some(self, view: memoryview, flags: int) -> int:
-        received = super()._receive_some(view, flags)
+    def _receive_some(self, views: Sequence[memoryview], flags: int) -> int:
+        received = super()._receive_some(views, flags)
         if self._answer is not None:
-            self._answer.note(view[:received])
+            self._answer.note(views[0][:received])
         return received
 
     def _enable_quick_ack(self) -> None:

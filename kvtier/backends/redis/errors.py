@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import ssl
-from collections.abc import Iterator
 from typing import NamedTuple
 
 from kvtier.backends.base import Outcome
@@ -16,7 +15,7 @@ from kvtier.backends.redis.protocol import ErrorReply, Refused
 from kvtier.backends.redis.settings import Endpoint
 from kvtier.backends.redis.topology import ControlFailed
 from kvtier.concurrency.sockets.connection import ClosedUnanswered
-from kvtier.logs import printable
+from kvtier.logs import causes_of, printable
 
 OTHER_NODE_CODES = frozenset({"CLUSTERDOWN", "LOADING", "MASTERDOWN", "MOVED", "READONLY", "TRYAGAIN"})
 """Another server may accept the command: refresh the topology."""
@@ -150,7 +149,7 @@ def describe_control_failure(failed: ControlFailed) -> Fault:
         code = "NOAUTH"
     if code is not None:
         return describe_refusal(ErrorReply(code, code), failed.endpoint)
-    causes = list(_causes(error))
+    causes = list(causes_of(error))
     for kind in (ssl.SSLError, ConnectionError, OSError):
         for cause in causes:
             # The library's own ConnectionError is not an OSError, and is less specific.
@@ -165,9 +164,3 @@ def describe_control_failure(failed: ControlFailed) -> Fault:
             f"{failed.endpoint} does not answer in time", "is it running, and does `url` match its TLS?"
         )
     return Fault(f"{failed.endpoint} sent an unexpected reply: {printable(text)}")
-
-
-def _causes(error: BaseException | None) -> Iterator[BaseException]:
-    while error is not None:
-        yield error
-        error = error.__cause__ or error.__context__

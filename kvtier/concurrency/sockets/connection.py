@@ -1,7 +1,7 @@
 """A blocking connection to a server, for values of many megabytes.
 
 Values are transferred between the socket and the caller's memory without a copy: sent with one ``sendmsg``,
-received with ``recv_into``. Only bytes that arrive in the 4 KiB line buffer, with the preceding line, are
+received with ``recvmsg_into``. Only bytes that arrive in the 4 KiB line buffer, with the preceding line, are
 copied. A connection is used from worker threads, by one thread at a time. After any exception it is out of
 sync with its server, and must be closed with :meth:`Connection.close`.
 
@@ -208,7 +208,7 @@ class Connection:
             self._start, self._stop = 0, len(held)
         if self._stop == BUFFER_BYTES:
             raise ProtocolViolation("a reply line is too long")
-        self._stop += self._receive_some(self._buffer_view[self._stop : self._stop + limit], 0)
+        self._stop += self._receive_some([self._buffer_view[self._stop : self._stop + limit]], 0)
 
     def take(self, view: memoryview) -> None:
         """Fill ``view`` from the buffer first, then directly from the socket."""
@@ -216,7 +216,7 @@ class Connection:
         view[:held] = self._buffer_view[self._start : self._start + held]
         self._start += held
         while held < len(view):
-            held += self._receive_some(view[held:], socket.MSG_WAITALL)
+            held += self._receive_some([view[held:]], socket.MSG_WAITALL)
 
     def read(self, length: int) -> bytes:
         """Read exactly ``length`` bytes."""
@@ -230,7 +230,7 @@ class Connection:
         At least one byte; all that fit where the kernel supports waiting for them.
         """
         if not self.buffered:
-            return self._receive_some_into(views)
+            return self._receive_some(views, socket.MSG_WAITALL)
         held = min(self._stop - self._start, len(views[0]))
         self.take(views[0][:held])
         return held
@@ -321,26 +321,15 @@ class Connection:
         if not ready[0][1] & select.POLLOUT:
             raise ConnectionResetError("the server closed the connection")
 
-    def _receive_some(self, view: memoryview, flags: int) -> int:
-        self._set_timeout()
-        try:
-            received = self._socket.recv_into(view, len(view), flags)
-        except BlockingIOError:
-            raise TimeoutError("no answer in time") from None
-        return unless_closed(received)
-
-    def _receive_some_into(self, views: Sequence[memoryview]) -> int:
-        self._set_timeout()
-        try:
-            received, *_ = self._socket.recvmsg_into(views, 0, socket.MSG_WAITALL)
-        except BlockingIOError:
-            raise TimeoutError("no answer in time") from None
-        return unless_closed(received)
-
-    def _set_timeout(self) -> None:
+    def _receive_some(self, views: Sequence[memoryview], flags: int) -> int:
         whole, part = divmod(self.deadline.remaining(), 1)
         time_left = _TIMEVAL.pack(int(whole), int(part * 1e6))
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, time_left)
+        try:
+            received, *_ = self._socket.recvmsg_into(views, 0, flags)
+        except BlockingIOError:
+            raise TimeoutError("no answer in time") from None
+        return unless_closed(received)
 
 
 class TLSConnection(Connection):
@@ -380,12 +369,12 @@ class TLSConnection(Connection):
             except (ConnectionError, ssl.SSLEOFError):
                 raise self._closed() from None
 
-    def _receive_some(self, view: memoryview, flags: int) -> int:
+    def _receive_some(self, views: Sequence[memoryview], flags: int) -> int:
         if self._alert is not None:
             raise copy(self._alert)
         self._socket.settimeout(self.deadline.remaining())
         try:
-            received = unless_closed(self._socket.recv_into(view))
+            received = unless_closed(self._socket.recv_into(views[0]))
         except (ConnectionError, ssl.SSLEOFError):
             raise self._closed() from None
         except ssl.SSLError as error:
@@ -399,9 +388,6 @@ class TLSConnection(Connection):
     def _closed(self) -> ConnectionResetError:
         kind = ConnectionResetError if self._is_answered else ClosedUnanswered
         return kind("the server closed the connection")
-
-    def _receive_some_into(self, views: Sequence[memoryview]) -> int:
-        return self._receive_some(views[0], 0)
 
 
 def keep_alive(connected: socket.socket) -> None:

@@ -13,7 +13,7 @@ from anyio import CancelScope
 from anyio.abc import TaskGroup
 from starlette.requests import HTTPConnection
 
-from kvtier.concurrency.tasks import open_tasks
+from kvtier.concurrency.tasks import open_background_tasks
 from kvtier.errors import ControllerError
 from kvtier.fleet.controller.answers import LookupAnswer
 from kvtier.fleet.controller.bodies import ClearBody, MoveBody, PromptBody, TierBody
@@ -59,7 +59,7 @@ class Operations:
     @asynccontextmanager
     async def open(cls, registry: Registry, events: EventLog, pins: Pins) -> AsyncIterator[Operations]:
         """Accept operations within the block, and continue interrupted ones, as the next block will."""
-        async with open_tasks() as tasks:
+        async with open_background_tasks() as tasks:
             operations = cls(registry, events, pins, tasks)
             for event_id, stored in events.interrupted.items():
                 operations._continue(events.find(event_id), stored)
@@ -67,7 +67,6 @@ class Operations:
                 yield operations
             finally:
                 operations.stop()
-                tasks.cancel_scope.cancel()
 
     async def finish(self, seconds: float) -> None:
         """Refuse new operations, and wait for those in flight, for at most ``seconds``."""

@@ -15,7 +15,7 @@ from starlette.types import ASGIApp
 
 from kvtier.concurrency.breaker import MAX_PAUSE
 from kvtier.concurrency.processes import raise_file_limit
-from kvtier.concurrency.tasks import open_tasks
+from kvtier.concurrency.tasks import open_background_tasks, open_tasks
 from kvtier.errors import ControllerError, SettingsError
 from kvtier.fleet.controller.app import Authenticator, make_app
 from kvtier.fleet.controller.events import EventLog
@@ -165,7 +165,7 @@ async def run_controller(settings: ServiceSettings) -> AsyncIterator[Controller]
                 max_connections=min(2 * MAX_CONNECTIONS, files - min(SPARE_FILES, files // 4)),
                 ws_max_size=MAX_FRAME_BYTES,
             ) as controller.address,
-            open_tasks() as turns,
+            open_background_tasks() as turns,
         ):
             if isinstance(app, Standby):
                 turns.start_soon(controller.take_turns, app)
@@ -174,7 +174,6 @@ async def run_controller(settings: ServiceSettings) -> AsyncIterator[Controller]
             finally:
                 # Before the instances disconnect, so that operations do not fail with that reason.
                 controller.operations.stop()
-                turns.cancel_scope.cancel()
 
 
 def _shared_state(settings: ServiceSettings) -> AbstractAsyncContextManager[SharedState]:

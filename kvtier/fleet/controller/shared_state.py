@@ -20,7 +20,7 @@ from anyio import CancelScope
 from redis.asyncio import Redis
 from redis.exceptions import AuthenticationError, RedisError
 
-from kvtier.concurrency.tasks import Changes, open_tasks
+from kvtier.concurrency.tasks import Changes, open_background_tasks, open_tasks
 from kvtier.errors import ControllerError
 from kvtier.fleet.controller.history import Kind
 from kvtier.fleet.controller.state import EVENTS, OPERATIONS, PINS, Row, State, Table, Value
@@ -185,7 +185,7 @@ class SharedState(State):
             self._scope = tasks.cancel_scope
             self._extend(self._until)
             try:
-                async with open_tasks() as writer:
+                async with open_background_tasks() as writer:
                     writer.start_soon(self._write, term)
                     await self._load()
                     self._leads = self._writes = True
@@ -193,7 +193,6 @@ class SharedState(State):
                         yield
                     finally:
                         self._leads, self._rows = False, {}
-                        writer.cancel_scope.cancel()
             finally:
                 with CancelScope(shield=True):
                     # Such as the end of an operation that the next leader would else repeat.

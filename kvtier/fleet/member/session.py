@@ -16,7 +16,7 @@ from anyio.abc import TaskGroup
 from websockets.asyncio.client import ClientConnection
 
 from kvtier.cache import TieredCache
-from kvtier.concurrency.tasks import open_tasks
+from kvtier.concurrency.tasks import open_background_tasks
 from kvtier.errors import ChannelClosed, ChannelError, KVTierError, ProtocolError, Rejected
 from kvtier.fleet.member.commands import Commands, Work
 from kvtier.fleet.member.inventory_report import InventoryReport
@@ -296,11 +296,10 @@ class Session:
         await self._do(partial(self._send, answer))
 
     async def _answer(self, work: Work, scope: CancelScope) -> Done | Failed:
-        async with open_tasks() as tasks:
+        async with open_background_tasks() as tasks:
             tasks.start_soon(self._do, partial(self._report_progress, work))
             with scope:
                 await work.run()
-            tasks.cancel_scope.cancel()
         if work.changes:
             # The controller deletes elsewhere, and answers lookups, by what was reported before the answer.
             await self.inventory.flush()

@@ -12,7 +12,7 @@ from dataclasses import replace
 import anyio
 
 from kvtier.cache import TieredCache
-from kvtier.concurrency.tasks import open_tasks
+from kvtier.concurrency.tasks import open_background_tasks
 from kvtier.concurrency.threads import WorkerThreads, let_others_run
 from kvtier.events import AnswerEnd, Observer, PromptLookup
 from kvtier.memory.keys import KEY_BYTES, ChunkKey
@@ -210,12 +210,9 @@ async def estimating(cache: TieredCache, plugins: Plugins) -> AsyncIterator[Esti
     cache.observe_answer_end = estimator.observe_answer_end
     cache.add_observer(estimator)
     try:
-        async with open_tasks() as tasks:
+        async with open_background_tasks() as tasks:
             tasks.start_soon(estimator.run)
-            try:
-                yield estimator
-            finally:
-                tasks.cancel_scope.cancel()
+            yield estimator
     finally:
         cache.remove_observer(estimator)
         cache.observe_lookup = cache.observe_answer_end = None

@@ -29,7 +29,7 @@ from anyio.abc import TaskGroup
 from kvtier.cache import TieredCache
 from kvtier.catalog.catalog import State
 from kvtier.concurrency.breaker import Backoff
-from kvtier.concurrency.tasks import open_tasks
+from kvtier.concurrency.tasks import open_background_tasks
 from kvtier.concurrency.threads import WorkerThreads
 from kvtier.errors import ArenaError, PeerError
 from kvtier.memory.arena import Arena
@@ -451,11 +451,8 @@ class Stagings:
     async def serving(self) -> AsyncIterator[None]:
         """Create buffers on request within the block."""
         try:
-            async with open_tasks() as self.tasks:
-                try:
-                    yield
-                finally:
-                    self.tasks.cancel_scope.cancel()
+            async with open_background_tasks() as self.tasks:
+                yield
         finally:
             self._executor.close()
 

@@ -6,7 +6,7 @@ import asyncio
 import logging
 import struct
 from collections.abc import Awaitable, Callable, Sequence
-from contextlib import suppress
+from contextlib import closing, suppress
 from functools import partial
 from typing import NamedTuple
 
@@ -280,15 +280,11 @@ class NixlLink(Link):
         deadline = Deadline(self._deadline)
 
         def request() -> bytes:
-            connection = self._dial(deadline)
-            try:
-                with deadline.bounds(connection):
-                    (length,) = _LENGTH.unpack(connection.read(_LENGTH.size))
-                    if length > _MAX_ENDPOINT_BYTES:
-                        raise PeerError(f"the peer's endpoint is too long: {length} bytes")
-                    return connection.read(length)
-            finally:
-                connection.close()
+            with closing(self._dial(deadline)) as connection, deadline.bounds(connection):
+                (length,) = _LENGTH.unpack(connection.read(_LENGTH.size))
+                if length > _MAX_ENDPOINT_BYTES:
+                    raise PeerError(f"the peer's endpoint is too long: {length} bytes")
+                return connection.read(length)
 
         endpoint = Endpoint.decode(await in_thread(request, self._requests, deadline.expire))
         if (endpoint.arena, endpoint.length) != (self._endpoint.arena, self._endpoint.length):

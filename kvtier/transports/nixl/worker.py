@@ -335,12 +335,6 @@ def map_shared(descriptor: int, length: int) -> int:
     return aligned
 
 
-class _GPUHandle(ctypes.Structure):
-    """``CUipcMemHandle``."""
-
-    _fields_ = (("reserved", ctypes.c_ubyte * 64),)
-
-
 def allocate_on_gpu(length: int) -> tuple[int, bytes]:
     """Allocate memory on the first visible GPU. Return its address and its CUDA IPC handle.
 
@@ -348,7 +342,8 @@ def allocate_on_gpu(length: int) -> tuple[int, bytes]:
     https://docs.nvidia.com/cuda/cuda-driver-api/group__CUDA__MEM.html
     """
     cuda = ctypes.CDLL("libcuda.so.1")
-    device, context, address, handle = ctypes.c_int(), ctypes.c_void_p(), ctypes.c_uint64(), _GPUHandle()
+    device, context, address = ctypes.c_int(), ctypes.c_void_p(), ctypes.c_uint64()
+    handle = ctypes.create_string_buffer(64)  # A CUipcMemHandle.
     for name, *arguments in (
         ("cuInit", 0),
         ("cuDeviceGet", ctypes.byref(device), 0),
@@ -360,7 +355,7 @@ def allocate_on_gpu(length: int) -> tuple[int, bytes]:
         result = getattr(cuda, name)(*arguments)
         if result:
             raise RuntimeError(f"{name} failed with CUDA error {result} for {length} bytes")
-    return address.value, bytes(handle.reserved)
+    return address.value, handle.raw
 
 
 def _describe_error(error: Exception) -> str:
