@@ -184,6 +184,9 @@ async def test_replica_takes_over_from_a_killed_primary_of_a_cluster(
             await assert_works(backend)
             assert list(await backend.put(values(1000, keys))) == [OK] * 60
             assert "in a cluster of 3 primaries" in await backend.check()
+            # Replication is asynchronous: what the replica does not have yet would be lost.
+            written = info(primary)["master_repl_offset"]
+            wait_until(lambda: info(replica)["slave_repl_offset"] >= written)
             await anyio.to_thread.run_sync(primary.kill)
             promoted = False
             while not promoted:
