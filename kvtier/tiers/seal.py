@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import logging
 from collections.abc import AsyncIterator, Callable, Sequence
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, NamedTuple, TypeVar
 
-from kvtier.backends.base import Backend, GetItem, Outcome, PutItem, StoredObject
+from kvtier.backends.base import Backend, GetItem, Outcome, PutItem, StoredObject, SupportsSealing
 from kvtier.concurrency.threads import WorkerThreads, spread
 from kvtier.errors import CorruptChunk
 from kvtier.logs import RateLimitedLogs
@@ -57,7 +57,7 @@ class Seal:
 
     async def put(self, items: Sequence[PutItem]) -> Sequence[Outcome]:
         """Seal each chunk object and store it. See :meth:`Backend.put`."""
-        sealing = self._backend.capabilities().sealing if self._sealer.checksum else None
+        sealing = self._sealing
         seals = await (self._sealer.headers(items) if sealing else self._sealer.seal(items))
         valid = [item for item, seal in zip(items, seals, strict=True) if seal is not None]
         checksums: dict[ChunkKey, bytes] = {}
@@ -66,6 +66,10 @@ class Seal:
             if checksum := checksums.get(item[0]):
                 self._sealer.adopt(item, checksum)
         return [Outcome.MISS if seal is None else next(stored) for seal in seals]
+
+    @cached_property
+    def _sealing(self) -> SupportsSealing | None:
+        return self._backend.capabilities().sealing if self._sealer.checksum else None
 
     async def get(self, items: Sequence[GetItem]) -> Sequence[Outcome]:
         """Fill each view with a verified chunk object. See :meth:`Backend.get`."""

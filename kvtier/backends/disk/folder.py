@@ -212,7 +212,9 @@ class ObjectFolder:
         path = self.path_of(key)
         temporary = Path(self.temporary_of(path))
         try:
-            checksum = self._write_file(temporary, view, seal=checksums is not None and not is_sealed(view))
+            unsealed = checksums is not None and not is_sealed(view)
+            header = ChunkHeader.parse(view[:HEADER_BYTES]) if unsealed else None
+            checksum = self._write_file(temporary, view, header)
             temporary.replace(path)
         except OSError as error:
             with suppress(OSError):
@@ -256,8 +258,8 @@ class ObjectFolder:
             return self.scan.kept(path, error)
         return {}
 
-    def _write_file(self, path: Path, view: memoryview, *, seal: bool) -> bytes | None:
-        direct = self.direct and not seal and _is_aligned(view)
+    def _write_file(self, path: Path, view: memoryview, header: ChunkHeader | None) -> bytes | None:
+        direct = self.direct and header is None and _is_aligned(view)
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | (os.O_DIRECT if direct else 0)
         try:
             descriptor = os.open(path, flags, 0o600)
@@ -265,26 +267,28 @@ class ObjectFolder:
             path.parent.mkdir(mode=0o700, exist_ok=True)
             descriptor = os.open(path, flags, 0o600)
         try:
-            if seal:
-                return _write_sealed(descriptor, view)
-            if _transfer(os.pwritev, descriptor, view, direct) < len(view):
-                raise OSError(errno.EIO, "short write", str(path))
+            if header is not None:
+                return _write_sealed(descriptor, view, header)
+            _write(descriptor, view, direct=direct)
             return None
         finally:
             os.close(descriptor)
 
 
-def _write_sealed(descriptor: int, view: memoryview) -> bytes:
+def _write_sealed(descriptor: int, view: memoryview, header: ChunkHeader) -> bytes:
     """Write an unsealed chunk object with its checksum, the page with the header last. Return it."""
-    header = ChunkHeader.parse(view[:HEADER_BYTES])
     if header.payload_bytes >= NATIVE_CHECKSUM_BYTES:
         checksum = native.core.write_hashed(descriptor, view, HEADER_BYTES, header.payload_bytes)
     else:
         checksum = header.checksum(view)
-        _transfer(os.pwritev, descriptor, view, direct=False)
-    page = header.packed(checksum) + view[HEADER_BYTES:OBJECT_ALIGNMENT]
-    _transfer(os.pwritev, descriptor, memoryview(page), direct=False)
+        _write(descriptor, view)
+    _write(descriptor, memoryview(header.packed(checksum) + view[HEADER_BYTES:OBJECT_ALIGNMENT]))
     return checksum
+
+
+def _write(descriptor: int, view: memoryview, *, direct: bool = False) -> None:
+    if _transfer(os.pwritev, descriptor, view, direct) < len(view):
+        raise OSError(errno.EIO, "short write")
 
 
 def _object_name(key: ChunkKey) -> str:
