@@ -129,6 +129,21 @@ def write_hashed(descriptor: int, chunk: memoryview, start: int, length: int) ->
     Blocks without the GIL. Raises ``OSError`` if a write fails, and ``ValueError`` as :func:`xxh3_128`.
     """
 
+def lossless_bound(length: int) -> int:
+    """Return how many bytes encoding ``length`` bytes may need."""
+
+def lossless_encode(source: bytes | memoryview, target: memoryview) -> int:
+    """Encode the values of tensors; see :class:`kvtier.tiers.lossless.LosslessCodec`. Return the length.
+
+    ``target`` has :func:`lossless_bound` bytes, or it raises ``ValueError``. Blocks without the GIL.
+    """
+
+def lossless_decode(source: bytes | memoryview, target: memoryview) -> None:
+    """Decode what :func:`lossless_encode` has written from as many bytes as ``target`` has.
+
+    Anything else raises ``ValueError``; nothing is written elsewhere. Blocks without the GIL.
+    """
+
 def xxh3_128(data: bytes | memoryview) -> bytes:
     """Return the XXH3-128 hash, as ``xxhash.xxh3_128_digest`` does. Blocks without the GIL.
 

@@ -172,7 +172,7 @@ class Plugins:
         """
         from kvtier.tiers.encoded_seal import Codecs
 
-        if not isinstance(tier, LocalTierSettings) or tier.codec["type"] == IDENTITY:
+        if tier.codec["type"] == IDENTITY:
             return None
         own = self.codec(tier.codec["type"])
         others = {name: self.codec(name) for name in self.names("kvtier_codecs") if name != IDENTITY}
@@ -281,7 +281,9 @@ class Plugins:
                 f"tier must be memory; put one of {memory} before the {type_name} tier"
             )
         # Before the tier itself, which takes any mapping for them.
-        for name, find in (("eviction", self.eviction), ("codec", self.codec)) if is_local else ():
+        for name, find in (("eviction", self.eviction), ("codec", self.codec)):
+            if name not in backend.settings_type.model_fields:
+                continue
             choice = valid_choice(raw.get(name, backend.settings_type.model_fields[name].default))
             if choice is None:  # The tier's own validation reports it.
                 continue
@@ -291,6 +293,11 @@ class Plugins:
                 problems.append(
                     f"{settings.at(f'{key}.codec')} is {choice['type']}, but engines copy to the first tier "
                     "directly: remove it, or set it for a lower tier"
+                )
+            elif name == "codec" and choice["type"] != IDENTITY and not can_be_encoded(backend):
+                problems.append(
+                    f"{settings.at(f'{key}.codec')} is {choice['type']}, but {type_name} does not know how "
+                    "long its chunks are: remove it"
                 )
         return _validate(backend.settings_type, raw, settings, f"{key}.")
 
@@ -316,6 +323,11 @@ def source_of(entry: EntryPoint) -> str:
 def is_memory(backend: type[Backend]) -> bool:
     """Whether a tier of this type can be the first one."""
     return hasattr(backend, "create_arena")
+
+
+def can_be_encoded(backend: type[Backend]) -> bool:
+    """Whether a tier of this type can have a codec."""
+    return issubclass(backend.settings_type, LocalTierSettings) or hasattr(backend, "lengths")
 
 
 def _select(entries: Sequence[EntryPoint], only: Sequence[str] | None) -> list[EntryPoint]:

@@ -27,6 +27,7 @@ NB_MODULE(_native, module) {
     module.doc() = "kvtier's native core. Import it through kvtier.native only.";
     module.def("build_info", &build_info);
     kvtier::bindings::bind_catalog(module);
+    kvtier::bindings::bind_codec(module);
     kvtier::bindings::bind_copy(module);
     kvtier::bindings::bind_disk(module);
     kvtier::bindings::bind_eviction(module);

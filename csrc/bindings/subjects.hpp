@@ -6,6 +6,7 @@
 namespace kvtier::bindings {
 
 void bind_catalog(nanobind::module_& module);
+void bind_codec(nanobind::module_& module);
 void bind_copy(nanobind::module_& module);
 void bind_disk(nanobind::module_& module);
 void bind_eviction(nanobind::module_& module);

@@ -106,7 +106,8 @@ class Backend(ABC):
     def capabilities(self) -> Capabilities:
         """Return the optional capabilities, by default all protocols below that this object implements.
 
-        Called after ``open``. A wrapper returns those of the backend that it wraps.
+        Called after ``open``. A wrapper returns those of the backend that it wraps, but for ``sealing`` if
+        its own ``put`` does something.
         """
         return Capabilities.of(self)
 
@@ -198,6 +199,18 @@ class SupportsSealing(Protocol):
 
 
 @runtime_checkable
+class SupportsLengths(Protocol):
+    """A shared pool that knows how long its objects are: its tier may have a codec."""
+
+    async def lengths(self, keys: Sequence[ChunkKey]) -> Sequence[int]:
+        """Return the length of each object as it was given to ``put``; 0 for a key that is not held.
+
+        Raises if the medium cannot be reached.
+        """
+        ...
+
+
+@runtime_checkable
 class SupportsTTL(Protocol):
     """A medium that expires chunks by itself."""
 
@@ -217,6 +230,7 @@ class Capabilities(NamedTuple):
     check: SupportsCheck | None = None
     ttl: SupportsTTL | None = None
     sealing: SupportsSealing | None = None
+    lengths: SupportsLengths | None = None
 
     @classmethod
     def of(cls, backend: Backend) -> Capabilities:
@@ -229,4 +243,5 @@ class Capabilities(NamedTuple):
             check=backend if isinstance(backend, SupportsCheck) else None,
             ttl=backend if isinstance(backend, SupportsTTL) else None,
             sealing=backend if isinstance(backend, SupportsSealing) else None,
+            lengths=backend if isinstance(backend, SupportsLengths) else None,
         )

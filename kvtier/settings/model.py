@@ -139,6 +139,16 @@ class TierSettings(SettingsModel):
         description="Maximum number of batches in flight. Reads that a request waits for go first.",
         examples=[4],
     )
+    codec: Choice = Field(
+        default={"type": "identity"},
+        description=(
+            "Codec that encodes chunks in this tier: `identity` stores them as they are, `lossless` in fewer "
+            "bytes (bfloat16: 1.4 times); others are provided by plugins. Or a mapping of its settings with "
+            "its name as `type`. Not for the first tier. In a shared pool, all hosts need a codec: to those "
+            "without, encoded chunks are misses. After a change to `identity`, so are those in this tier."
+        ),
+        examples=["lossless"],
+    )
 
 
 class LocalTierSettings(TierSettings):
@@ -156,15 +166,6 @@ class LocalTierSettings(TierSettings):
             "hit rate."
         ),
         examples=["lru"],
-    )
-    codec: Choice = Field(
-        default={"type": "identity"},
-        description=(
-            "Codec that encodes chunks in this tier: `identity` stores them as they are, others are provided "
-            "by plugins; or a mapping of its settings with its name as `type`. Not for the first tier. After "
-            "a change from another codec to `identity`, the chunks that the tier holds are lost."
-        ),
-        examples=["identity"],
     )
     high_watermark: Fraction = Field(
         default=0.95,

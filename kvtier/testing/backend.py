@@ -160,6 +160,19 @@ class BackendConformance:
         assert list(await backend.get([])) == []
         await backend.delete([])
 
+    async def test_lengths(self, backend: Backend) -> None:
+        """A shared pool that has this capability tells the length of what it holds, and 0 otherwise."""
+        lengths = backend.capabilities().lengths
+        if lengths is None:
+            pytest.skip("the backend does not tell lengths")
+        keys, sizes = [make_key(number) for number in range(5)], [1, 4000, 5000, MIB]
+        for key, size in zip(keys, sizes, strict=False):
+            await self.store(backend, [key], size)
+        expected = [len(self.value(key, size)) for key, size in zip(keys, sizes, strict=False)]
+        assert list(await lengths.lengths(keys)) == [*expected, 0]
+        assert list(await lengths.lengths([keys[4], keys[1]])) == [0, expected[1]]
+        assert list(await lengths.lengths([])) == []
+
     async def test_a_batch_that_succeeds_in_part(self, backend: Backend) -> None:
         """A missing key, or a wrong length, does not affect the other items of a batch."""
         first, missing, longer, last = (make_key(number) for number in range(4))

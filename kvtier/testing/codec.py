@@ -16,7 +16,9 @@ from typing import Any, ClassVar
 
 import pytest
 
+from kvtier.memory.header import ChunkHeader
 from kvtier.memory.layout import ChunkLayout, GroupLayout
+from kvtier.testing.backend import make_key
 from kvtier.testing.noise import SENTINEL, noise
 from kvtier.tiers.codec import Codec
 from kvtier.units import MIB
@@ -43,6 +45,14 @@ def contents(kind: str, length: int) -> bytes:
     return bytes(byte for value in low for byte in (value, 0x3F ^ (value & 0x80)))[:length]
 
 
+def chunk_of(layout: ChunkLayout | None, length: int) -> ChunkHeader:
+    """Return the header of a chunk, which has a number of tokens if it has the layout's length."""
+    tokens = 0
+    if layout is not None and length == layout.payload_bytes(layout.chunk_tokens):
+        tokens = layout.chunk_tokens
+    return ChunkHeader(make_key(1), make_key(0), bytes(32), length, tokens=tokens)
+
+
 class CodecConformance:
     """Tests of the contract of :class:`~kvtier.tiers.codec.Codec`. Name your subclass ``Test...``."""
 
@@ -56,9 +66,10 @@ class CodecConformance:
 
     def encoded(self, codec: Codec, layout: ChunkLayout | None, payload: bytes) -> bytes:
         """Encode a payload, and check the bounds of what was read and written."""
-        source, limit = bytearray(payload), codec.max_encoded_bytes(layout, len(payload))
+        chunk = chunk_of(layout, len(payload))
+        source, limit = bytearray(payload), codec.max_encoded_bytes(chunk, layout)
         target = bytearray([SENTINEL]) * (limit + GUARD)
-        length = codec.encode(layout, memoryview(source), memoryview(target)[:limit])
+        length = codec.encode(chunk, layout, memoryview(source), memoryview(target)[:limit])
         assert 0 <= length <= limit, "longer than its bound"
         assert target[limit:] == bytes([SENTINEL]) * GUARD, "written behind the target"
         assert source == payload, "the payload was changed"
@@ -78,7 +89,7 @@ class CodecConformance:
         source, target = bytearray(encoded), bytearray([SENTINEL]) * (length + GUARD)
         error: Exception | None = None
         try:
-            codec.decode(layout, memoryview(source), memoryview(target)[:length])
+            codec.decode(chunk_of(layout, length), layout, memoryview(source), memoryview(target)[:length])
         except Exception as raised:
             error = raised
         assert target[length:] == bytes([SENTINEL]) * GUARD, "written behind the target"
@@ -116,11 +127,12 @@ class CodecConformance:
         codec, payload = self.make_codec(), contents("tensor", 10_000)
         source = memoryview(bytearray(len(payload) + 3))[3:]
         source[:] = payload
-        limit = codec.max_encoded_bytes(None, len(payload))
+        chunk = chunk_of(None, len(payload))
+        limit = codec.max_encoded_bytes(chunk, None)
         target = memoryview(bytearray(limit + 1))[1:]
-        length = codec.encode(None, source, target)
+        length = codec.encode(chunk, None, source, target)
         result = memoryview(bytearray(len(payload) + 5))[5:]
-        codec.decode(None, target[:length], result)
+        codec.decode(chunk, None, target[:length], result)
         assert result == payload
 
     @pytest.mark.parametrize("damage", ["truncated", "longer", "flipped", "empty", "foreign"])

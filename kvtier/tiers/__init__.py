@@ -1,4 +1,4 @@
-"""Tiers and their parts. The built-in codec registers through the same hook as those of plugins."""
+"""Tiers and their parts. The built-in codecs register through the same hook as those of plugins."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ if TYPE_CHECKING:
 
 @hookimpl
 def kvtier_codecs() -> dict[str, type[Codec]]:
-    """Return the built-in codec. Imports it lazily."""
+    """Return the built-in codecs. Imports them lazily."""
     from kvtier.tiers.codec import IdentityCodec
+    from kvtier.tiers.lossless import LosslessCodec
 
-    return {"identity": IdentityCodec}
+    return {"identity": IdentityCodec, "lossless": LosslessCodec}

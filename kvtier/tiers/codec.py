@@ -7,7 +7,7 @@ from typing import ClassVar
 
 from pydantic import Field
 
-from kvtier.memory.header import IDENTITY
+from kvtier.memory.header import IDENTITY, ChunkHeader
 from kvtier.memory.layout import ChunkLayout
 from kvtier.settings.values import SettingsModel
 
@@ -23,8 +23,8 @@ class Codec(ABC):
 
     ``encode`` and ``decode`` are called in worker threads, concurrently. They should release the GIL
     for most of their work. What ``encode`` has written must be enough for ``decode``: the settings may have
-    changed since. ``layout`` describes the payload; it is ``None`` if no engine of the chunk's model has
-    connected to this cache process yet.
+    changed since. ``chunk`` is the header of the chunk. ``layout`` describes the payload; it is ``None`` if
+    no engine of the chunk's model has connected to this cache process yet.
     """
 
     code: ClassVar[int]
@@ -36,18 +36,22 @@ class Codec(ABC):
         """Take validated settings of ``settings_type``."""
 
     @abstractmethod
-    def max_encoded_bytes(self, layout: ChunkLayout | None, length: int) -> int:
-        """Return the upper bound of the encoded size of a payload of ``length`` bytes."""
+    def max_encoded_bytes(self, chunk: ChunkHeader, layout: ChunkLayout | None) -> int:
+        """Return the upper bound of the encoded size of a payload."""
 
     @abstractmethod
-    def encode(self, layout: ChunkLayout | None, source: memoryview, target: memoryview) -> int:
+    def encode(
+        self, chunk: ChunkHeader, layout: ChunkLayout | None, source: memoryview, target: memoryview
+    ) -> int:
         """Encode a payload into ``target``, which has ``max_encoded_bytes``. Return the length written.
 
         Does not change ``source``. Raises any exception if it cannot encode: the chunk is stored as it is.
         """
 
     @abstractmethod
-    def decode(self, layout: ChunkLayout | None, source: memoryview, target: memoryview) -> None:
+    def decode(
+        self, chunk: ChunkHeader, layout: ChunkLayout | None, source: memoryview, target: memoryview
+    ) -> None:
         """Decode into ``target``, which has exactly the length of the payload.
 
         Raises any exception if ``source`` is not what ``encode`` has written: the chunk is a miss.
@@ -59,15 +63,19 @@ class IdentityCodec(Codec):
 
     code = IDENTITY
 
-    def max_encoded_bytes(self, layout: ChunkLayout | None, length: int) -> int:
-        """Return ``length``."""
-        return length
+    def max_encoded_bytes(self, chunk: ChunkHeader, layout: ChunkLayout | None) -> int:
+        """Return the length of the payload."""
+        return chunk.payload_bytes
 
-    def encode(self, layout: ChunkLayout | None, source: memoryview, target: memoryview) -> int:
+    def encode(
+        self, chunk: ChunkHeader, layout: ChunkLayout | None, source: memoryview, target: memoryview
+    ) -> int:
         """Copy the payload."""
         target[: len(source)] = source
         return len(source)
 
-    def decode(self, layout: ChunkLayout | None, source: memoryview, target: memoryview) -> None:
+    def decode(
+        self, chunk: ChunkHeader, layout: ChunkLayout | None, source: memoryview, target: memoryview
+    ) -> None:
         """Copy the payload."""
         target[:] = source

@@ -28,6 +28,9 @@ KEPT_BUFFERS = 4
 
 MAX_LAYOUTS = 1024
 
+MIN_GAIN = 0.05
+"""Chunks that gain less are stored as they are, and are read without being decoded."""
+
 
 class Layouts:
     """The layouts of the models whose engines have connected, by namespace."""
@@ -72,23 +75,23 @@ class Encoder:
     def max_bytes(self, header: ChunkHeader) -> int:
         """Return the upper bound of the encoded size of a chunk object."""
         layout = self._layouts.get(header.namespace)
-        return object_bytes(self._codec.max_encoded_bytes(layout, header.payload_bytes))
+        return object_bytes(self._codec.max_encoded_bytes(header, layout))
 
     def encode(self, header: ChunkHeader, chunk: memoryview, target: memoryview) -> memoryview | None:
         """Encode and seal a chunk object. Return the part of ``target`` to store.
 
-        ``None`` if it would not be smaller, or cannot be encoded: it is then stored as it is.
+        ``None`` if it would be hardly smaller, or cannot be encoded: it is then stored as it is.
         """
         layout, payload = self._layouts.get(header.namespace), _payload(chunk, header.payload_bytes)
         try:
-            stored_bytes = self._codec.encode(layout, payload, target[HEADER_BYTES:])
+            stored_bytes = self._codec.encode(header, layout, payload, target[HEADER_BYTES:])
         except Exception as error:
             self._warn("codec %d cannot encode a chunk: %r; storing it as it is", self._codec.code, error)
             return None
         if not 0 <= stored_bytes <= len(target) - HEADER_BYTES:
             self._warn("codec %d exceeds its bound; storing chunks as they are", self._codec.code)
             return None
-        if object_bytes(stored_bytes) >= len(chunk):
+        if object_bytes(stored_bytes) > (1 - MIN_GAIN) * len(chunk):
             return None
         stored = target[: object_bytes(stored_bytes)]
         padding = stored[HEADER_BYTES + stored_bytes :]
@@ -110,7 +113,7 @@ class Encoder:
         payload = _payload(target, header.payload_bytes)
         try:
             layout = self._layouts.get(header.namespace)
-            codec.decode(layout, _payload(stored, found.stored_bytes), payload)
+            codec.decode(header, layout, _payload(stored, found.stored_bytes), payload)
         except Exception as error:
             raise CorruptChunk("cannot be decoded: {!r}", error) from error
         target[:HEADER_BYTES] = header.packed()
@@ -148,7 +151,7 @@ class _Read(NamedTuple):
 
 
 class EncodedSeal(Seal):
-    """Encodes the payloads of chunk objects, unless that makes them no smaller.
+    """Encodes the payloads of chunk objects, unless that makes them hardly smaller.
 
     The checksum is that of the encoded payload. Objects that are as long as the chunk object are not encoded,
     and transferred without a copy.
@@ -195,7 +198,7 @@ class EncodedSeal(Seal):
 
     async def get(self, items: Sequence[GetItem]) -> Sequence[Outcome]:
         """Fill each view with a verified and decoded chunk object. See :meth:`Backend.get`."""
-        lengths = [self._catalog.stored_length(key, self._tier, len(view)) for key, view in items]
+        lengths = await self._lengths(items)
         encoded = [at for at, (_, view) in enumerate(items) if lengths[at] != len(view)]
         with self._encoder.scratch([lengths[at] for at in encoded]) as buffers:
             places = dict(zip(encoded, buffers, strict=True))
@@ -204,6 +207,14 @@ class EncodedSeal(Seal):
                 [(read.key, read.chunk if read.encoded is None else read.encoded) for read in reads]
             )
             return await self._checked(reads, found, self._decode, parts=PARTS_AT_ONCE)
+
+    async def _lengths(self, items: Sequence[GetItem]) -> list[int]:
+        """Return the length of each object in the medium. A shared pool is asked: others write to it, too."""
+        if (pool := self._backend.capabilities().lengths) is None:
+            return [self._catalog.stored_length(key, self._tier, len(view)) for key, view in items]
+        held = await pool.lengths([key for key, _ in items])
+        # What is not held or longer than the chunk is a miss of its length.
+        return [min(length or len(view), len(view)) for length, (_, view) in zip(held, items, strict=True)]
 
     def _decode(self, read: _Read, hashed: bool) -> None:
         if read.encoded is None:

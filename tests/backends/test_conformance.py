@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 from kvtier.backends.base import Backend
@@ -10,7 +11,7 @@ from kvtier.backends.disk.backend import DiskBackend, DiskSettings, object_path
 from kvtier.memory.keys import ChunkKey
 from kvtier.settings import LocalTierSettings
 from kvtier.testing.backend import BackendConformance
-from tests.rigs.composed_backends import SealedSuite, TierSuite
+from tests.rigs.composed_backends import EncodedSuite, SealedSuite, TierSuite
 
 CAPACITY = 256 << 20
 
@@ -21,6 +22,9 @@ class TestCpu(BackendConformance):
 
 
 class TestSealedCpu(SealedSuite, TestCpu): ...
+
+
+class TestEncodedCpu(EncodedSuite, TestCpu): ...
 
 
 class TestCpuTier(TierSuite, TestCpu): ...
@@ -52,9 +56,10 @@ class TestDisk(BackendConformance):
 
     def corrupt(self, path: Path, key: ChunkKey) -> bool:
         with object_path(path / "ssd", key).open("r+b") as file:
-            file.seek(5000)
+            at = 5000 if file.seek(0, os.SEEK_END) > 5000 else 600
+            file.seek(at)
             byte = file.read(1)
-            file.seek(5000)
+            file.seek(at)
             file.write(bytes([byte[0] ^ 0x10]))
         return True
 
@@ -72,6 +77,9 @@ class TestBufferedThreadsDisk(TestThreadsDisk):
 
 
 class TestSealedDisk(SealedSuite, TestDisk): ...
+
+
+class TestEncodedDisk(EncodedSuite, TestDisk): ...
 
 
 class TestDiskTier(TierSuite, TestDisk): ...

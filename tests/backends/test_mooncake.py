@@ -12,6 +12,7 @@ from kvtier.backends.base import Backend
 from kvtier.backends.mooncake import MooncakeBackend, MooncakeSettings
 from kvtier.memory.keys import ChunkKey
 from kvtier.testing.backend import BackendConformance
+from tests.rigs.composed_backends import EncodedSuite
 from tests.rigs.servers.mooncake import MooncakeServer
 
 
@@ -37,3 +38,6 @@ class TestMooncake(BackendConformance):
 
     def corrupt(self, path: Path, key: ChunkKey) -> bool:
         return self.server.corrupt(key)
+
+
+class TestEncodedMooncake(EncodedSuite, TestMooncake): ...

@@ -12,7 +12,7 @@ from kvtier.backends.base import Backend
 from kvtier.memory.keys import ChunkKey
 from kvtier.testing.backend import BackendConformance
 from tests.rigs.certificates import make_certificate
-from tests.rigs.composed_backends import SealedSuite
+from tests.rigs.composed_backends import EncodedSuite, SealedSuite
 from tests.rigs.redis_pool import backend_on
 from tests.rigs.servers.redis import RedisServer
 from tests.rigs.servers.valkey import ValkeyServer
@@ -49,6 +49,9 @@ class TestRedis(BackendConformance):
 
 
 class TestSealedRedis(SealedSuite, TestRedis): ...
+
+
+class TestEncodedRedis(EncodedSuite, TestRedis): ...
 
 
 class TestRedisOverUnixSocket(TestRedis):

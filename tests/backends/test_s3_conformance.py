@@ -9,6 +9,7 @@ import pytest
 from kvtier.backends.base import Backend
 from kvtier.memory.keys import ChunkKey
 from kvtier.testing.backend import BackendConformance
+from tests.rigs.composed_backends import EncodedSuite
 from tests.rigs.s3_stores import make
 from tests.rigs.servers.s3 import BUCKET, S3Server
 
@@ -26,3 +27,6 @@ class TestS3(BackendConformance):
     def corrupt(self, path: Path, key: ChunkKey) -> bool:
         self.server.flip(f"{path.name}/{key.hex()}")
         return True
+
+
+class TestEncodedS3(EncodedSuite, TestS3): ...

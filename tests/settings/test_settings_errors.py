@@ -4,15 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
 from pydantic import BaseModel, Field, SecretStr, ValidationError, model_validator
 
+from kvtier import hookimpl
 from kvtier.errors import SettingsError
 from kvtier.plugins import Plugins
 from kvtier.settings import Settings, TierSettings, load_settings
 from kvtier.settings.errors import explain
+from kvtier.testing.faults import WrapperBackend
 
 WriteFile = Callable[[str], Path]
 RAM = {"name": "ram", "type": "cpu", "capacity": "1GiB"}
@@ -197,6 +200,18 @@ def test_all_tiers_are_reported(plugins: Plugins) -> None:
         "tiers[3].evictoin",
         "tiers[4].tenants",
     ]
+
+
+def test_codec_of_a_pool_that_does_not_know_lengths() -> None:
+    plugins = Plugins.load([])
+    cloud = ModuleType("cloud")
+    cloud.kvtier_backends = hookimpl(lambda: {"cloud": WrapperBackend})
+    plugins.register(cloud, "cloud", "cloud 1")
+    pool = {"name": "pool", "type": "cloud", "codec": "lossless"}
+    with pytest.raises(SettingsError, match=r"tiers\[1\]\.codec .*is lossless, but cloud does not know"):
+        plugins.tier_settings(load_settings({"tiers": [RAM, pool]}))
+    pool["codec"] = "identity"
+    assert len(plugins.tier_settings(load_settings({"tiers": [RAM, pool]}))) == 2
 
 
 def test_each_error_has_a_line() -> None:

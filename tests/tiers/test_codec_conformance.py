@@ -7,31 +7,38 @@ from collections.abc import Callable
 
 import pytest
 
+from kvtier.memory.header import ChunkHeader
 from kvtier.memory.layout import ChunkLayout
 from kvtier.testing.codec import CodecConformance
 from kvtier.tiers.codec import IdentityCodec
 
 
 class WritesBehindTheTarget(IdentityCodec):
-    def decode(self, layout: ChunkLayout | None, source: memoryview, target: memoryview) -> None:
+    def decode(
+        self, chunk: ChunkHeader, layout: ChunkLayout | None, source: memoryview, target: memoryview
+    ) -> None:
         address = ctypes.addressof(ctypes.c_char.from_buffer(target))
         ctypes.memset(address + len(target), 0, 1)
-        super().decode(layout, source, target)
+        super().decode(chunk, layout, source, target)
 
 
 class ChangesWhatItReads(IdentityCodec):
-    def decode(self, layout: ChunkLayout | None, source: memoryview, target: memoryview) -> None:
+    def decode(
+        self, chunk: ChunkHeader, layout: ChunkLayout | None, source: memoryview, target: memoryview
+    ) -> None:
         if len(source):
             source[0] ^= 1
-        super().decode(layout, source, target)
+        super().decode(chunk, layout, source, target)
 
 
 class ExceedsItsBound(IdentityCodec):
-    def max_encoded_bytes(self, layout: ChunkLayout | None, length: int) -> int:
-        return length
+    def max_encoded_bytes(self, chunk: ChunkHeader, layout: ChunkLayout | None) -> int:
+        return chunk.payload_bytes
 
-    def encode(self, layout: ChunkLayout | None, source: memoryview, target: memoryview) -> int:
-        super().encode(layout, source, target)
+    def encode(
+        self, chunk: ChunkHeader, layout: ChunkLayout | None, source: memoryview, target: memoryview
+    ) -> int:
+        super().encode(chunk, layout, source, target)
         return len(source) + 1
 
 

@@ -33,10 +33,12 @@ class Runs(Codec):
     def __init__(self, settings: CodecSettings) -> None:
         self.layouts: list[ChunkLayout | None] = []
 
-    def max_encoded_bytes(self, layout: ChunkLayout | None, length: int) -> int:
-        return 2 * length
+    def max_encoded_bytes(self, chunk: ChunkHeader, layout: ChunkLayout | None) -> int:
+        return 2 * chunk.payload_bytes
 
-    def encode(self, layout: ChunkLayout | None, source: memoryview, target: memoryview) -> int:
+    def encode(
+        self, chunk: ChunkHeader, layout: ChunkLayout | None, source: memoryview, target: memoryview
+    ) -> int:
         self.layouts.append(layout)
         payload, at = bytes(source), 0
         while payload:
@@ -45,7 +47,9 @@ class Runs(Codec):
             payload, at = payload[run:], at + 2
         return at
 
-    def decode(self, layout: ChunkLayout | None, source: memoryview, target: memoryview) -> None:
+    def decode(
+        self, chunk: ChunkHeader, layout: ChunkLayout | None, source: memoryview, target: memoryview
+    ) -> None:
         self.layouts.append(layout)
         target[:] = b"".join(
             bytes([value]) * run for run, value in zip(source[::2], source[1::2], strict=True)
@@ -55,7 +59,9 @@ class Runs(Codec):
 class Failing(Runs):
     """Cannot encode anything."""
 
-    def encode(self, layout: ChunkLayout | None, source: memoryview, target: memoryview) -> int:
+    def encode(
+        self, chunk: ChunkHeader, layout: ChunkLayout | None, source: memoryview, target: memoryview
+    ) -> int:
         raise ValueError("no")
 
 

@@ -13,6 +13,7 @@ namespace kvtier::cpu {
 struct Features {
     bool avx2 = false;
     bool avx512 = false;  // Foundation, and the operations on bytes and words.
+    bool avx512_bytes = false;  // Permutations, shifts and compression of bytes: VBMI and VBMI2.
 };
 
 inline Features detect() {
@@ -26,6 +27,7 @@ inline Features detect() {
     if (!__get_cpuid_count(7, 0, &a, &b, &c, &d)) return found;
     found.avx2 = (saved & 0x06) == 0x06 && (b & bit_AVX2) != 0;
     found.avx512 = found.avx2 && (saved & 0xe6) == 0xe6 && (b & (1u << 16)) != 0 && (b & (1u << 30)) != 0;
+    found.avx512_bytes = found.avx512 && (c & (1u << 1)) != 0 && (c & (1u << 6)) != 0;
 #endif
     return found;
 }

@@ -138,6 +138,11 @@ class InfiniStoreBackend(Backend, SupportsRegistration, SupportsPrefix, Supports
         names = [self._name(key) for key in keys]
         return sum(await self._query(_held_prefix, [names] if names else []))
 
+    async def lengths(self, keys: Sequence[ChunkKey]) -> Sequence[int]:
+        """Return how long each chunk is, by its pointer. Raises ``OSError`` if the server is unreachable."""
+        pointers = await self._query(read_pointer, [self._name(key) for key in keys])
+        return [0 if pointer is None else pointer.length for pointer in pointers]
+
     async def put(self, items: Sequence[PutItem]) -> Sequence[Outcome]:
         """Store each view. ``FULL`` if the server has no room even after evicting others."""
         if self._rdma is not None and self._rdma.reaches(view for _, view in items):

@@ -80,6 +80,13 @@ class MooncakeBackend(Backend, SupportsRegistration, SupportsCheck):
         _expect_answers([code >= 0 for code in codes])
         return [code == 1 for code in codes]
 
+    async def lengths(self, keys: Sequence[ChunkKey]) -> Sequence[int]:
+        """Return how long each value is. Raises as :meth:`contains`."""
+        names = self._names(keys)
+        codes = await self._call(lambda: self._client.lengths(names), len(keys), self._lookups)
+        _expect_answers([code not in UNREACHED for code in codes])
+        return [max(code, 0) for code in codes]
+
     async def put(self, items: Sequence[PutItem]) -> Sequence[Outcome]:
         """Store each view. ``FULL`` if no segment has room. For a duplicate key, the last view wins."""
         # The library requires unique names.

@@ -156,6 +156,11 @@ class MooncakeClient:
         """Return 1 for each name that is held, 0 for each that is not."""
         return self._track(self._joined().batch_is_exist(list(names)))
 
+    def lengths(self, names: Sequence[str]) -> list[int]:
+        """Return the length of each value, or a negative code."""
+        store = self._joined()
+        return self._track([store.get_size(name) for name in names])
+
     def put(self, names: Sequence[str], views: Sequence[memoryview]) -> list[int]:
         """Store each view, replacing any previous value. Returns 0 on success. Names must be unique."""
 

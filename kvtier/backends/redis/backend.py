@@ -51,8 +51,8 @@ class RedisBackend(Backend, SupportsTTL, SupportsCheck):
     def __init__(self, settings: RedisSettings) -> None:
         self._settings = settings
         commands = Commands(settings.prefix, settings.ttl, in_parts=self.in_parts)
-        self._contains, self._delete = (
-            Command[ChunkKey, bool | None](
+        self._contains, self._lengths, self._delete = (
+            Command[ChunkKey, int | None](
                 exchange=exchange,
                 name_of=commands.name,
                 size_of=lambda _: 0,
@@ -60,7 +60,7 @@ class RedisBackend(Backend, SupportsTTL, SupportsCheck):
                 answer_for_error=lambda _: None,
                 failed=None,
             )
-            for exchange in (commands.contains, commands.delete)
+            for exchange in (commands.contains, commands.lengths, commands.delete)
         )
         self._put, self._get = (
             Command[GetItem, Outcome](
@@ -97,6 +97,10 @@ class RedisBackend(Backend, SupportsTTL, SupportsCheck):
         """
         return [bool(held) for held in await self._query(self._contains, keys)]
 
+    async def lengths(self, keys: Sequence[ChunkKey]) -> Sequence[int]:
+        """Return how long each value is, as :meth:`contains` does whether there is one."""
+        return [length or 0 for length in await self._query(self._lengths, keys)]
+
     async def put(self, items: Sequence[PutItem]) -> Sequence[Outcome]:
         """Write each view as a value. ``FULL`` if the server is full and evicts nothing."""
         return await self._pool.execute(Batch(self._put, items, self._settings.deadline))
@@ -110,8 +114,8 @@ class RedisBackend(Backend, SupportsTTL, SupportsCheck):
         await self._query(self._delete, keys)
 
     async def _query(
-        self, command: Command[ChunkKey, bool | None], keys: Sequence[ChunkKey]
-    ) -> Sequence[bool | None]:
+        self, command: Command[ChunkKey, int | None], keys: Sequence[ChunkKey]
+    ) -> Sequence[int | None]:
         answers = await self._pool.execute(Batch(command, keys, self._settings.deadline))
         if keys and all(answer is None for answer in answers):
             raise NoServer(self._pool.last_fault)

@@ -189,6 +189,7 @@ class Commands:
         self._prefix = prefix.encode()
         name = b"$%d\r\n" % (len(self._prefix) + 2 * KEY_BYTES) + self._prefix
         self._exists = b"*2\r\n$6\r\nEXISTS\r\n" + name
+        self._strlen = b"*2\r\n$6\r\nSTRLEN\r\n" + name
         self._unlink = b"*2\r\n$6\r\nUNLINK\r\n" + name
         self._get = b"*2\r\n$3\r\nGET\r\n" + name
         self._set = b"*%d\r\n$3\r\nSET\r\n" % (3 if ttl is None else 5) + name
@@ -203,6 +204,17 @@ class Commands:
     def contains(self, keys: Sequence[ChunkKey]) -> Exchange[bool]:
         """Query whether each key is held."""
         return _integer_replies(_pipeline(self._exists, keys), len(keys), bool)
+
+    def lengths(self, keys: Sequence[ChunkKey]) -> Exchange[int]:
+        """Query how long each value is; 0 if there is none."""
+
+        def answers(connection: Connection, progress: Progress) -> Iterator[int | ErrorReply]:
+            _raise_if_not_sent(connection, progress)
+            for _ in keys:
+                reply = read_reply(connection)
+                yield reply if isinstance(reply, ErrorReply) else _count(reply)
+
+        return Exchange([(SEND, [_pipeline(self._strlen, keys)])], lambda: None, answers)
 
     def delete(self, keys: Sequence[ChunkKey]) -> Exchange[bool]:
         """Remove each key. The answer is true whether or not it existed."""

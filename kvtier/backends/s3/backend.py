@@ -74,7 +74,12 @@ class S3Backend(Backend, SupportsPrefix, SupportsCheck):
 
     async def contains(self, keys: Sequence[ChunkKey]) -> Sequence[bool]:
         """Return whether each key has an object, with one request per key. Raises :class:`StoreError`."""
-        return [answer is True for answer in await self._ask(self._store.exists, keys)]
+        return [length > 0 for length in await self.lengths(keys)]
+
+    async def lengths(self, keys: Sequence[ChunkKey]) -> Sequence[int]:
+        """Return how long each object is, with one request per key. Raises :class:`StoreError`."""
+        answers = await self._ask(self._store.length, keys)
+        return [answer if isinstance(answer, int) else 0 for answer in answers]
 
     async def held_prefix(self, keys: Sequence[ChunkKey]) -> int:
         """Return the number of leading keys that are held. Raises :class:`StoreError`.

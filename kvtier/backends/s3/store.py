@@ -70,13 +70,13 @@ class ChunkStore:
             remedy = "compare them with its documentation"
             raise TierError(f"tier {settings.name!r}: {found}", remedy) from None
 
-    def exists(self, key: ChunkKey) -> bool:
-        """Return whether the key has an object."""
+    def length(self, key: ChunkKey) -> int:
+        """Return how long the key's object is; 0 if there is none."""
         try:
-            self._store.head(key.hex())
+            size: int = self._store.head(key.hex())["size"]
         except FileNotFoundError:
-            return False
-        return True
+            return 0
+        return size
 
     def remove(self, key: ChunkKey) -> None:
         """Delete the key's object, which may be missing."""

@@ -9,6 +9,7 @@ from typing import ClassVar
 from pydantic import Field
 
 from kvtier import hookimpl
+from kvtier.memory.header import ChunkHeader
 from kvtier.memory.layout import ChunkLayout
 from kvtier.tiers.codec import Codec, CodecSettings
 from kvtier.units import Integer
@@ -34,12 +35,15 @@ class ZlibCodec(Codec):
         super().__init__(settings)
         self._level = settings.level
 
-    def max_encoded_bytes(self, layout: ChunkLayout | None, length: int) -> int:
+    def max_encoded_bytes(self, chunk: ChunkHeader, layout: ChunkLayout | None) -> int:
         """Return the length plus zlib's worst case and a table of the parts."""
+        length = chunk.payload_bytes
         parts = -(-length // PART_BYTES)
         return _COUNT.size + length + length // 1000 + parts * (_PART.size + 64)
 
-    def encode(self, layout: ChunkLayout | None, source: memoryview, target: memoryview) -> int:
+    def encode(
+        self, chunk: ChunkHeader, layout: ChunkLayout | None, source: memoryview, target: memoryview
+    ) -> int:
         """Compress each part. zlib releases the GIL."""
         starts = range(0, len(source), PART_BYTES)
         at = _COUNT.size + len(starts) * _PART.size
@@ -52,7 +56,9 @@ class ZlibCodec(Codec):
             at += len(packed)
         return at
 
-    def decode(self, layout: ChunkLayout | None, source: memoryview, target: memoryview) -> None:
+    def decode(
+        self, chunk: ChunkHeader, layout: ChunkLayout | None, source: memoryview, target: memoryview
+    ) -> None:
         """Decompress each part. Raises ``ValueError`` and ``zlib.error``."""
         (count,) = _COUNT.unpack_from(source)
         at, filled = _COUNT.size + count * _PART.size, 0

@@ -12,6 +12,7 @@ from kvtier import Settings, hookimpl
 from kvtier.backends.base import Backend, GetItem, Outcome, PutItem
 from kvtier.catalog.eviction import ChunkColumns, EvictionPolicy, PolicySettings, RemovalReason
 from kvtier.events import Observer, Report
+from kvtier.memory.header import ChunkHeader
 from kvtier.memory.keys import ChunkKey
 from kvtier.memory.layout import ChunkLayout
 from kvtier.settings import LocalTierSettings, TierSettings
@@ -94,16 +95,20 @@ class MirrorCodec(Codec):
 
     code = 7000
 
-    def max_encoded_bytes(self, layout: ChunkLayout | None, length: int) -> int:
+    def max_encoded_bytes(self, chunk: ChunkHeader, layout: ChunkLayout | None) -> int:
         """Return the same length."""
-        return length
+        return chunk.payload_bytes
 
-    def encode(self, layout: ChunkLayout | None, source: memoryview, target: memoryview) -> int:
+    def encode(
+        self, chunk: ChunkHeader, layout: ChunkLayout | None, source: memoryview, target: memoryview
+    ) -> int:
         """Copy the payload, last byte first."""
         target[: len(source)] = source[::-1]
         return len(source)
 
-    def decode(self, layout: ChunkLayout | None, source: memoryview, target: memoryview) -> None:
+    def decode(
+        self, chunk: ChunkHeader, layout: ChunkLayout | None, source: memoryview, target: memoryview
+    ) -> None:
         """Copy the payload back."""
         target[:] = source[::-1]
 

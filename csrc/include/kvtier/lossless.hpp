@@ -1,0 +1,30 @@
+// A lossless codec for the values of tensors: bfloat16, float16, float32 and float8, without being told which.
+//
+// Exponents take few values, signs and mantissas all. So bytes are divided into four planes, and a plane of few symbols
+// is stored with 1 to 7 bits for each: the last code is an escape, whose symbol follows. Planes that gain nothing are
+// stored as they are.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <span>
+#include <vector>
+
+namespace kvtier::codec {
+
+struct Kernels;
+
+// Instruction sets that this machine has, the fastest first. All write the same bytes.
+std::vector<const Kernels*> kernels();
+
+// How many bytes encoding `length` bytes may need.
+std::size_t max_encoded(std::size_t length);
+
+// Encode `source` into `target`, which has max_encoded bytes. Return how many were written.
+std::size_t encode(std::span<const std::uint8_t> source, std::span<std::uint8_t> target, const Kernels& kernels);
+
+// Decode `source` into `target`. Throws std::invalid_argument, having written a part of `target`, unless it was encoded
+// from as many bytes. Neither reads nor writes anything else, whatever it is given.
+void decode(std::span<const std::uint8_t> source, std::span<std::uint8_t> target, const Kernels& kernels);
+
+}  // namespace kvtier::codec

@@ -1,0 +1,273 @@
+#include "kvtier/lossless.hpp"
+
+#include <algorithm>
+#include <array>
+#include <cstring>
+#include <functional>
+#include <stdexcept>
+#include <utility>
+
+#include "kvtier/cpu.hpp"
+#include "planes.hpp"
+
+// Format, little-endian: segments, until the length of the payload is reached. Of each:
+//
+//   u32  its length in bytes; with the highest bit set, it follows as it is
+//   for each plane: u8 bits of a code; 0 if the plane is stored as it is
+//   for each plane with codes: u32 number of escapes, u8[2^bits - 1] symbols
+//   for each plane: its bytes; or the codes of a multiple of `group` symbols, and the escapes
+//   the bytes behind the last whole word
+
+namespace kvtier::codec {
+
+namespace {
+
+using Source = std::span<const std::uint8_t>;
+using Target = std::span<std::uint8_t>;
+
+// A page of K or V of a usual model. Each segment has tables of its own; its planes fit into the L2 cache of a core.
+constexpr std::size_t segment_bytes = std::size_t{32} << 10;
+constexpr std::size_t max_symbols = segment_bytes / 4 + group;
+constexpr std::uint32_t plain = std::uint32_t{1} << 31;
+// A table is made of each eighth group of its plane.
+constexpr std::size_t sampled = 8;
+
+constexpr std::size_t rounded(std::size_t count) {
+    return (count + group - 1) / group * group;
+}
+
+// A plane that did not gain is not looked at in as many segments.
+constexpr unsigned skipped = 3;
+
+// Memory for the planes of one segment.
+struct Planes {
+    alignas(64) std::array<std::array<std::uint8_t, max_symbols>, planes_count> bytes;
+    std::array<std::uint8_t*, planes_count> at;
+    std::array<unsigned, planes_count> skip{};
+
+    Planes() {
+        for (std::size_t plane = 0; plane < planes_count; ++plane) at[plane] = bytes[plane].data();
+    }
+};
+
+// The codes of a plane: that of a symbol is its place.
+struct Table {
+    unsigned bits = 0;  // 0 if the plane does not gain.
+    std::array<std::uint8_t, 128> symbols{};
+
+    std::size_t size() const { return (std::size_t{1} << bits) - 1; }
+};
+
+using Counts = std::array<std::uint32_t, 256>;
+
+Counts count_symbols(const std::uint8_t* plane, std::size_t count) {
+    // Increments of one counter wait for each other, so neighbors have different ones.
+    std::array<Counts, 4> counts{};
+    for (std::size_t start = 0; start < count; start += sampled * group) {
+        const std::size_t stop = std::min(start + group, count);
+        for (std::size_t at = start; at < stop; ++at) ++counts[at % 4][plane[at]];
+    }
+    for (std::size_t symbol = 0; symbol < 256; ++symbol) {
+        counts[0][symbol] += counts[1][symbol] + counts[2][symbol] + counts[3][symbol];
+    }
+    return counts[0];
+}
+
+// Find the number of bits with which codes and escapes need the fewest.
+Table choose(const Counts& counts) {
+    std::array<std::pair<std::uint32_t, std::uint8_t>, 256> found;
+    std::size_t kinds = 0, total = 0;
+    std::uint32_t most = 0;
+    for (std::size_t symbol = 0; symbol < 256; ++symbol) {
+        if (counts[symbol] == 0) continue;
+        found[kinds++] = {counts[symbol], static_cast<std::uint8_t>(symbol)};
+        total += counts[symbol];
+        most = std::max(most, counts[symbol]);
+    }
+    Table table;
+    // Mantissas: 127 symbols would cover hardly more than half of them.
+    if (kinds > 192 && most * 32 < total) return table;
+    std::sort(found.begin(), found.begin() + static_cast<std::ptrdiff_t>(kinds), std::greater<>());
+    // Not for less than 3 %.
+    std::size_t least = 8 * total - 8 * total / 32, covered = 0, next = 0;
+    for (unsigned bits = 1; bits <= max_bits; ++bits) {
+        for (; next < std::min<std::size_t>(kinds, (1u << bits) - 1); ++next) covered += found[next].first;
+        const std::size_t cost = bits * total + 8 * (total - covered);
+        if (cost >= least) continue;
+        least = cost;
+        table.bits = bits;
+    }
+    for (std::size_t code = 0; code < std::min(kinds, table.size()); ++code) table.symbols[code] = found[code].second;
+    return table;
+}
+
+class Writer {
+public:
+    explicit Writer(std::uint8_t* at) : at_(at) {}
+
+    std::uint8_t* at() const { return at_; }
+    void byte(unsigned value) { *at_++ = static_cast<std::uint8_t>(value); }
+    void word(std::size_t value) {
+        const auto little = static_cast<std::uint32_t>(value);
+        std::memcpy(skip(sizeof little), &little, sizeof little);
+    }
+    void bytes(const std::uint8_t* from, std::size_t count) { std::memcpy(skip(count), from, count); }
+    // Leave room, and return where.
+    std::uint8_t* skip(std::size_t count) { return std::exchange(at_, at_ + count); }
+
+private:
+    std::uint8_t* at_;
+};
+
+// Write the codes of a plane; return how many escapes follow them.
+std::size_t write_codes(std::uint8_t* plane, std::size_t count, const Table& table, Writer& out, const Kernels& kernels) {
+    std::array<std::uint8_t, 256> codes;
+    codes.fill(static_cast<std::uint8_t>(table.size()));
+    // The rest of a table is filled with symbol 0, which may also have a code before.
+    for (std::size_t code = table.size(); code-- > 0;) codes[table.symbols[code]] = static_cast<std::uint8_t>(code);
+    std::memset(plane + count, table.symbols[0], rounded(count) - count);
+    std::uint8_t* const packed = out.skip(rounded(count) / 8 * table.bits);
+    // Codes are written 64 bytes at a time, so escapes are collected elsewhere.
+    alignas(64) std::uint8_t escapes[max_symbols + group];
+    const std::size_t used = kernels.pack(plane, rounded(count), table.bits, codes.data(), packed, escapes);
+    out.bytes(escapes, used);
+    return used;
+}
+
+// Return whether that made it shorter.
+bool encode_segment(Source segment, Planes& planes, Writer& out, const Kernels& kernels) {
+    const std::uint8_t* const begin = out.at();
+    const std::size_t count = segment.size() / 4;
+    kernels.split(segment.data(), count, planes.at.data());
+    std::array<Table, planes_count> tables;
+    bool gains = false;
+    for (std::size_t plane = 0; plane < planes_count; ++plane) {
+        unsigned& skip = planes.skip[plane];
+        if (skip > 0 && skip-- > 0) continue;
+        tables[plane] = choose(count_symbols(planes.at[plane], count));
+        if (tables[plane].bits == 0) skip = skipped;
+        gains |= tables[plane].bits > 0;
+    }
+    if (!gains) return false;
+    out.word(segment.size());
+    for (const Table& table : tables) out.byte(table.bits);
+    std::array<std::uint8_t*, planes_count> escapes{};
+    for (std::size_t plane = 0; plane < planes_count; ++plane) {
+        if (tables[plane].bits == 0) continue;
+        escapes[plane] = out.skip(sizeof(std::uint32_t));
+        out.bytes(tables[plane].symbols.data(), tables[plane].size());
+    }
+    for (std::size_t plane = 0; plane < planes_count; ++plane) {
+        if (tables[plane].bits == 0) {
+            out.bytes(planes.at[plane], count);
+        } else {
+            Writer(escapes[plane]).word(write_codes(planes.at[plane], count, tables[plane], out, kernels));
+        }
+    }
+    out.bytes(segment.data() + 4 * count, segment.size() - 4 * count);
+    return static_cast<std::size_t>(out.at() - begin) < segment.size();
+}
+
+class Reader {
+public:
+    explicit Reader(Source bytes) : left_(bytes) {}
+
+    bool empty() const { return left_.empty(); }
+    Source take(std::size_t count) {
+        if (count > left_.size()) throw std::invalid_argument("the encoded payload ends too early");
+        const Source taken = left_.first(count);
+        left_ = left_.subspan(count);
+        return taken;
+    }
+    std::uint32_t word() {
+        std::uint32_t little;
+        std::memcpy(&little, take(sizeof little).data(), sizeof little);
+        return little;
+    }
+
+private:
+    Source left_;
+};
+
+void decode_segment(Target segment, Planes& planes, Reader& in, const Kernels& kernels) {
+    const std::size_t count = segment.size() / 4;
+    const Source bits = in.take(planes_count);
+    std::array<std::uint32_t, planes_count> escapes{};
+    std::array<Table, planes_count> tables;
+    for (std::size_t plane = 0; plane < planes_count; ++plane) {
+        if (bits[plane] > max_bits) throw std::invalid_argument("a code has more bits than there are");
+        tables[plane].bits = bits[plane];
+        if (bits[plane] == 0) continue;
+        escapes[plane] = in.word();
+        std::ranges::copy(in.take(tables[plane].size()), tables[plane].symbols.begin());
+    }
+    std::array<const std::uint8_t*, planes_count> bytes{};
+    for (std::size_t plane = 0; plane < planes_count; ++plane) {
+        const Table& table = tables[plane];
+        if (table.bits == 0) {
+            bytes[plane] = in.take(count).data();
+            continue;
+        }
+        const Source codes = in.take(rounded(count) / 8 * table.bits), exact = in.take(escapes[plane]);
+        const std::ptrdiff_t used = kernels.unpack(codes.data(), rounded(count), table.bits, table.symbols.data(), exact,
+                                                   planes.at[plane]);
+        if (used != static_cast<std::ptrdiff_t>(exact.size())) {
+            throw std::invalid_argument("a plane has another number of escapes");
+        }
+        bytes[plane] = planes.at[plane];
+    }
+    kernels.merge(bytes.data(), count, segment.data());
+    std::memcpy(segment.data() + 4 * count, in.take(segment.size() - 4 * count).data(), segment.size() - 4 * count);
+}
+
+}  // namespace
+
+std::vector<const Kernels*> kernels() {
+    std::vector<const Kernels*> found;
+#if defined(__x86_64__)
+    if (cpu::features().avx512_bytes) found.push_back(&avx512_kernels);
+#endif
+    found.push_back(&portable_kernels);
+    return found;
+}
+
+std::size_t max_encoded(std::size_t length) {
+    // The last segment may have been written with more bytes than it had, before that is noticed.
+    return length + (length / segment_bytes + 1) * sizeof(std::uint32_t) + 2 * segment_bytes;
+}
+
+std::size_t encode(std::span<const std::uint8_t> source, std::span<std::uint8_t> target, const Kernels& kernels) {
+    if (target.size() < max_encoded(source.size())) throw std::invalid_argument("the target is too short");
+    Planes planes;
+    Writer out(target.data());
+    for (; !source.empty(); source = source.subspan(std::min(segment_bytes, source.size()))) {
+        const Source segment = source.first(std::min(segment_bytes, source.size()));
+        const Writer before = out;
+        if (encode_segment(segment, planes, out, kernels)) continue;
+        out = before;
+        out.word(segment.size() | plain);
+        out.bytes(segment.data(), segment.size());
+    }
+    return static_cast<std::size_t>(out.at() - target.data());
+}
+
+void decode(std::span<const std::uint8_t> source, std::span<std::uint8_t> target, const Kernels& kernels) {
+    Planes planes;
+    Reader in(source);
+    while (!target.empty()) {
+        const std::uint32_t head = in.word();
+        const std::size_t length = head & ~plain;
+        if (length == 0 || length > std::min(segment_bytes, target.size())) {
+            throw std::invalid_argument("a segment has another length than it can have");
+        }
+        if (head & plain) {
+            std::memcpy(target.data(), in.take(length).data(), length);
+        } else {
+            decode_segment(target.first(length), planes, in, kernels);
+        }
+        target = target.subspan(length);
+    }
+    if (!in.empty()) throw std::invalid_argument("bytes follow the encoded payload");
+}
+
+}  // namespace kvtier::codec

@@ -1,0 +1,164 @@
+#include "kvtier/lossless.hpp"
+
+#include <sys/mman.h>
+
+#include <bit>
+#include <cmath>
+#include <cstdlib>
+#include <cstring>
+#include <random>
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+#include "check.hpp"
+
+using kvtier::codec::Kernels;
+using Bytes = std::vector<std::uint8_t>;
+
+namespace {
+
+std::mt19937 random_bits(1);
+
+// Memory that ends where nothing may be read or written.
+class Guarded {
+public:
+    explicit Guarded(std::size_t length) : length_(length), mapped_((length / 4096 + 2) * 4096) {
+        void* found = mmap(nullptr, mapped_, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+        if (found == MAP_FAILED) throw std::bad_alloc();
+        memory_ = static_cast<std::uint8_t*>(found);
+        if (mprotect(memory_ + mapped_ - 4096, 4096, PROT_NONE) != 0) throw std::bad_alloc();
+    }
+    explicit Guarded(const Bytes& bytes) : Guarded(bytes.size()) {
+        if (!bytes.empty()) std::memcpy(all().data(), bytes.data(), bytes.size());
+    }
+    ~Guarded() { munmap(memory_, mapped_); }
+    Guarded(const Guarded&) = delete;
+    Guarded& operator=(const Guarded&) = delete;
+
+    std::span<std::uint8_t> all() const { return {memory_ + mapped_ - 4096 - length_, length_}; }
+
+private:
+    std::size_t length_, mapped_;
+    std::uint8_t* memory_;
+};
+
+Bytes noise(std::size_t length) {
+    Bytes bytes(length);
+    for (auto& byte : bytes) byte = static_cast<std::uint8_t>(random_bits());
+    return bytes;
+}
+
+// Values of a normal distribution, as the upper `width` bytes of a float32; with a few special values.
+Bytes values(std::size_t length, std::size_t width, float scale) {
+    std::normal_distribution<float> distribution(0, scale);
+    Bytes bytes(length);
+    for (std::size_t at = 0; at + width <= length; at += width) {
+        float value = distribution(random_bits);
+        if (random_bits() % 512 == 0) value = std::bit_cast<float>(static_cast<std::uint32_t>(random_bits()));
+        const auto word = std::bit_cast<std::uint32_t>(value) >> (8 * (4 - width));
+        std::memcpy(&bytes[at], &word, width);
+    }
+    return bytes;
+}
+
+std::vector<std::pair<std::string, Bytes>> payloads() {
+    std::vector<std::pair<std::string, Bytes>> found;
+    for (const std::size_t length : {0ul, 1ul, 2ul, 3ul, 63ul, 64ul, 127ul, 128ul, 129ul, 1000ul, 4096ul, 32767ul, 32768ul,
+                                     32769ul, 98304ul, 100001ul, 1048589ul}) {
+        const std::string suffix = " of " + std::to_string(length);
+        found.emplace_back("noise" + suffix, noise(length));
+        found.emplace_back("zeros" + suffix, Bytes(length));
+        for (const std::size_t width : {1ul, 2ul, 4ul}) {
+            found.emplace_back("values of " + std::to_string(width) + suffix, values(length, width, 0.02F));
+        }
+        Bytes mixed = values(length / 2, 2, 1.0F);
+        const Bytes rest = values(length - mixed.size(), 4, 100.0F);
+        mixed.insert(mixed.end(), rest.begin(), rest.end());
+        found.emplace_back("two types" + suffix, mixed);
+    }
+    return found;
+}
+
+Bytes encoded(const Bytes& payload, const Kernels& kernels) {
+    const Guarded source(payload), target(kvtier::codec::max_encoded(payload.size()));
+    const std::size_t length = kvtier::codec::encode(source.all(), target.all(), kernels);
+    CHECK(length <= target.all().size());
+    const auto written = target.all().first(length);
+    return {written.begin(), written.end()};
+}
+
+Bytes decoded(const Bytes& stored, std::size_t length, const Kernels& kernels) {
+    const Guarded source(stored), target(length);
+    kvtier::codec::decode(source.all(), target.all(), kernels);
+    return {target.all().begin(), target.all().end()};
+}
+
+}  // namespace
+
+TEST(payloads_survive_with_each_instruction_set) {
+    for (const auto& [name, payload] : payloads()) {
+        const Bytes expected = encoded(payload, *kvtier::codec::kernels().back());
+        for (const Kernels* kernels : kvtier::codec::kernels()) {
+            const bool same = encoded(payload, *kernels) == expected;
+            const bool survives = decoded(expected, payload.size(), *kernels) == payload;
+            if (!same || !survives) kvtier::test::fail(name.c_str(), 0, same ? "differs" : "encoded differently");
+        }
+    }
+}
+
+TEST(exponents_take_fewer_bits) {
+    const Kernels& kernels = *kvtier::codec::kernels().front();
+    const auto ratio = [&](const Bytes& payload) {
+        return static_cast<double>(payload.size()) / static_cast<double>(encoded(payload, kernels).size());
+    };
+    CHECK(ratio(values(1 << 20, 2, 0.02F)) > 1.4);
+    CHECK(ratio(values(1 << 20, 4, 0.02F)) > 1.16);
+    CHECK(ratio(Bytes(1 << 20)) > 7);
+    CHECK(ratio(noise(1 << 20)) > 0.999);
+}
+
+TEST(another_length_is_refused) {
+    for (const Kernels* kernels : kvtier::codec::kernels()) {
+        const Bytes stored = encoded(values(100'000, 2, 1.0F), *kernels);
+        CHECK_THROWS(std::invalid_argument, decoded(stored, 99'999, *kernels));
+        CHECK_THROWS(std::invalid_argument, decoded(stored, 100'001, *kernels));
+        CHECK_THROWS(std::invalid_argument, decoded(stored, 0, *kernels));
+        const Guarded source(100), target(kvtier::codec::max_encoded(100) - 1);
+        CHECK_THROWS(std::invalid_argument, kvtier::codec::encode(source.all(), target.all(), *kernels));
+    }
+}
+
+// Set KVTIER_FUZZED to the number of inputs.
+TEST(damaged_bytes_do_no_harm) {
+    const char* chosen = std::getenv("KVTIER_FUZZED");
+    const int inputs = chosen != nullptr ? std::atoi(chosen) : 20'000;
+    std::vector<std::pair<std::size_t, Bytes>> stored;
+    for (const auto& [name, payload] : payloads()) {
+        if (payload.size() > 1000 && payload.size() <= 40'000) {
+            stored.emplace_back(payload.size(), encoded(payload, *kvtier::codec::kernels().front()));
+        }
+    }
+    for (int input = 0; input < inputs; ++input) {
+        const auto& [length, original] = stored[random_bits() % stored.size()];
+        Bytes damaged = original;
+        // Heads are where lengths are, so most of the damage is done there.
+        for (std::uint32_t flips = random_bits() % 4; flips > 0; --flips) {
+            const std::size_t within = random_bits() % 2 ? std::min<std::size_t>(damaged.size(), 24) : damaged.size();
+            damaged[random_bits() % within] = static_cast<std::uint8_t>(random_bits());
+        }
+        if (random_bits() % 8 == 0) damaged.resize(random_bits() % (damaged.size() + 1));
+        if (random_bits() % 64 == 0) damaged = noise(random_bits() % 4096);
+        for (const Kernels* kernels : kvtier::codec::kernels()) {
+            try {
+                CHECK(decoded(damaged, length, *kernels).size() == length);
+            } catch (const std::invalid_argument&) {
+                // As good.
+            }
+        }
+    }
+}
+
+int main() {
+    return kvtier::test::run();
+}
