@@ -27,6 +27,7 @@ from benchmarks.results import Result
 SUITE = (
     "tiers",
     "memory",
+    "codecs",
     "copies",
     "disk",
     "catalog",

@@ -71,10 +71,14 @@ class LMCacheSide(PoolSide):
         """Do nothing: LMCache has no such call. Another side empties the server."""
 
 
+def cache_folder() -> Path:
+    """Return where benchmarks keep what takes minutes to make."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "kvtier"
+
+
 def python() -> Path:
     """Return the interpreter of LMCache's environment. Installs LMCache if necessary."""
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    folder = cache / "kvtier" / f"lmcache-{VERSION}"
+    folder = cache_folder() / f"lmcache-{VERSION}"
     interpreter, done = folder / "bin" / "python", folder / "installed"
     requirements = "\n".join(IMPORTED)
     if not done.exists() or done.read_text() != requirements:

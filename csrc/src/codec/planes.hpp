@@ -35,6 +35,7 @@ struct Kernels {
 
 extern const Kernels portable_kernels;
 #if defined(__x86_64__)
+extern const Kernels avx2_kernels;
 extern const Kernels avx512_kernels;  // VBMI and VBMI2: from Ice Lake and Zen 4 on.
 #endif
 

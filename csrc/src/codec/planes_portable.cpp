@@ -38,6 +38,7 @@ std::size_t pack(const std::uint8_t* plane, std::size_t count, unsigned bits, co
     const std::uint8_t escape = static_cast<std::uint8_t>((1u << bits) - 1);
     for (std::size_t at = 0; at < count; at += 8, codes += bits) {
         std::uint64_t word = 0;
+#pragma GCC unroll 8
         for (unsigned number = 0; number < 8; ++number) {
             const std::uint8_t symbol = plane[at + number], code = codes_of[symbol];
             word |= static_cast<std::uint64_t>(code) << (number * bits);
@@ -56,6 +57,7 @@ std::ptrdiff_t unpack(const std::uint8_t* codes, std::size_t count, unsigned bit
     for (std::size_t at = 0; at < count; at += 8, codes += bits) {
         std::uint64_t word = 0;
         std::memcpy(&word, codes, bits);
+#pragma GCC unroll 8
         for (unsigned number = 0; number < 8; ++number, word >>= bits) {
             const std::uint8_t code = static_cast<std::uint8_t>(word) & escape;
             plane[at + number] = symbols[code];
