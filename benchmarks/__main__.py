@@ -56,6 +56,7 @@ SUITE = (
     "disaggregated",
 )
 SEPARATE = {
+    "codec_links": "creates a network namespace, as root",
     "compare": "installs LMCache",
     "controller_failover": "takes two minutes, and kills what it has started",
     "controller_instances": "starts a thousand processes",

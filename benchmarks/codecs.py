@@ -6,11 +6,11 @@
     python -m benchmarks.codecs --train 60        # a model that has learned less
     python -m benchmarks.codecs --small           # smoke test: random values
 
-The model is a Llama of 6 layers with 2 KV heads of 64 values, on bytes of the documentation and the source of
-Python's standard library; its KV is that of 2,048 tokens that it was not trained on, as 8 chunks of 256 tokens in
-the order of vLLM's blocks. Random weights would prove speed only. The other compressors are measured as far as
-they are installed: ``pip install zstandard lz4 blosc2 pcodec zipnn isal``. Each is given the bytes of one type,
-in one thread, with what it offers for such values (a shuffle, the type), in turns.
+The model is a Llama of 6 layers with 2 KV heads of 64 values, on bytes of the documentation and the source
+of Python's standard library; its KV is that of 2,048 tokens that it was not trained on, as 8 chunks of 256
+tokens in the order of vLLM's blocks. Random weights would prove speed only. The other compressors are
+measured as far as they are installed: ``pip install zstandard lz4 blosc2 pcodec zipnn isal``. Each is given
+the bytes of one type, in one thread, with what it offers for such values (a shuffle, the type), in turns.
 """
 
 from __future__ import annotations
@@ -82,7 +82,9 @@ async def measure(name: str, payload: bytes, width: int, runs: int) -> list[tupl
         return once
 
     encoding = await interleave({label: run(each.encode, payload) for label, each in found.items()}, runs)
-    decoding = await interleave({label: run(each.decode, encoded[label]) for label, each in found.items()}, runs)
+    decoding = await interleave(
+        {label: run(each.decode, encoded[label]) for label, each in found.items()}, runs
+    )
     return [
         (
             name,

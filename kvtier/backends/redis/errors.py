@@ -28,7 +28,8 @@ _MESSAGES = {
     "NOAUTH": "{} requires a password: set `password`",
     "NOPERM": (
         "{} denies its user the commands that kvtier needs: allow GET, SET, EXISTS and UNLINK on keys that "
-        "begin with `prefix`, and INFO, with ACL SETUSER `user` ~`prefix`* +get +set +exists +unlink +info"
+        "begin with `prefix`, and INFO, with ACL SETUSER `user` ~`prefix`* +get +set +exists +unlink +info, "
+        "and +strlen for a tier with a codec"
     ),
     "OOM": "{} is full and evicts nothing: raise its maxmemory, or set its maxmemory-policy to allkeys-lru",
     "READONLY": "{} is a read-only replica: set `url` to its primary, or to the sentinels that monitor it",

@@ -1,0 +1,140 @@
+"""Compare reading from a pool behind a slow link with and without the codec `lossless`.
+
+::
+
+    python -m benchmarks.codec_links              # 1, 10 and 25 Gb/s; as root: it creates a network namespace
+    python -m benchmarks.codec_links --rate 2     # 2 Gb/s
+
+A Redis runs in a namespace of its own, behind a link that is limited in both directions. One cache stores
+prompts, others that start empty retrieve one each, in turns with and without the codec: what a first token
+waits for on another host. The KV is that of benchmarks.codecs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shlex
+import statistics
+import subprocess
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import anyio
+import torch
+
+from benchmarks.codecs import blocks_of, kv_of, trained_model
+from benchmarks.common import MIB, parse, show
+from kvtier import Settings, TieredCache
+from kvtier.testing.servers import free_port
+
+HERE, THERE = "10.207.0.1", "10.207.0.2"
+TOKENS, TOKEN_BYTES = 4096, 16 << 10
+CODECS = ("identity", "lossless")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Compare reading over slow links with and without a codec.")
+    parser.add_argument(
+        "--rate", type=float, nargs="+", default=[1, 10, 25], help="Gb/s; default: %(default)s"
+    )
+    parser.add_argument("--train", type=int, default=400, help="see benchmarks.codecs; default: %(default)s")
+    parser.add_argument("--runs", type=int, default=5, help="default: %(default)s")
+    options = parse(parser, runs=1, rate=[25])
+    if os.geteuid():
+        raise SystemExit("it creates a network namespace: run it as root")
+    keys, values = (
+        (torch.randn(2, 2, 2048, 64),) * 2 if options.small else kv_of(trained_model(options.train))
+    )
+    content = blocks_of(keys.bfloat16(), values.bfloat16())
+    kv = (content * (TOKENS * TOKEN_BYTES // len(content) + 1))[: TOKENS * TOKEN_BYTES]
+    rows = [
+        (f"{rate:g} Gb/s, {verb}", *figures)
+        for rate in options.rate
+        for verb, figures in anyio.run(measure, rate, kv, options.runs).items()
+    ]
+    columns = ("", "without, ms", "lossless, ms", "times as fast", "range")
+    show(f"{len(kv) // MIB} MiB of KV to and from Redis behind a link", columns, rows)
+
+
+async def measure(rate: float, kv: bytes, runs: int) -> dict[str, tuple[float, float, float, str]]:
+    """Return the figures of storing and of retrieving."""
+    seconds: dict[tuple[str, str], list[float]] = {}
+    with server_behind(rate) as pool:
+        for turn in range(runs + 1):
+            for codec in CODECS:
+                settings = [pool | {"codec": codec, "prefix": f"{codec}-{turn}:"}]
+                stored = await timed(settings, kv, stores=True)
+                found = await timed(settings, kv, stores=False)
+                if turn:
+                    seconds.setdefault(("stored", codec), []).append(stored)
+                    seconds.setdefault(("retrieved", codec), []).append(found)
+    return {verb: compared(*(seconds[verb, codec] for codec in CODECS)) for verb in ("stored", "retrieved")}
+
+
+def compared(without: list[float], encoded: list[float]) -> tuple[float, float, float, str]:
+    ratios = [slow / fast for slow, fast in zip(without, encoded, strict=True)]
+    medians = (1000 * statistics.median(each) for each in (without, encoded))
+    return (*medians, statistics.median(ratios), f"{min(ratios):.2f} to {max(ratios):.2f}")
+
+
+async def timed(pools: list[dict[str, Any]], kv: bytes, *, stores: bool) -> float:
+    """Return the seconds until the pool has the KV, or until a cache that was empty has it."""
+    memory = {"name": "ram", "type": "cpu", "capacity": 4 * len(kv)}
+    settings = Settings(tiers=[memory, *pools], prefetch={"policy": "wait"})
+    async with TieredCache.open(settings) as cache:
+        model, tokens, out = (
+            cache.model("llama", token_bytes=TOKEN_BYTES),
+            list(range(TOKENS)),
+            bytearray(len(kv)),
+        )
+        await anyio.sleep(0.2)
+        began = time.perf_counter()
+        if stores:
+            assert await model.store(tokens, kv) == TOKENS
+            assert await cache.drain(120)
+        else:
+            assert await model.retrieve(tokens, out) == TOKENS
+        took = time.perf_counter() - began
+        assert stores or out == kv
+        return took
+
+
+@contextmanager
+def server_behind(rate: float) -> Iterator[dict[str, Any]]:
+    """Yield the settings of a Redis behind a link with ``rate`` Gb/s in each direction."""
+    name, port = f"kvtier-{os.getpid()}", free_port()
+    inside = f"ip netns exec {name}"
+    limit = f"root tbf rate {rate * 1000:.0f}mbit burst {max(256, rate * 1000):.0f}kb latency 50ms"
+    with tempfile.TemporaryDirectory() as folder:
+        run(f"ip netns add {name}")
+        try:
+            run(f"ip link add kvt0 type veth peer name kvt1 netns {name}")
+            run(f"ip addr add {HERE}/24 dev kvt0")
+            run(f"{inside} ip addr add {THERE}/24 dev kvt1")
+            run("ip link set kvt0 up")
+            run(f"{inside} ip link set kvt1 up")
+            run(f"tc qdisc add dev kvt0 {limit}")
+            run(f"{inside} tc qdisc add dev kvt1 {limit}")
+            options = (
+                f"--bind {THERE} --port {port} --protected-mode no --save '' --appendonly no --dir {folder}"
+            )
+            with subprocess.Popen(shlex.split(f"{inside} redis-server {options} --logfile log")) as server:
+                try:
+                    time.sleep(0.5)
+                    yield {"name": "pool", "type": "redis", "url": f"redis://{THERE}:{port}", "deadline": 60}
+                finally:
+                    server.terminate()
+        finally:
+            run(f"ip netns del {name}")
+
+
+def run(command: str) -> None:
+    subprocess.run(shlex.split(command), check=True)
+
+
+if __name__ == "__main__":
+    main()
