@@ -166,18 +166,24 @@ class Plugins:
         return self._find("kvtier_codecs", name, "codec")
 
     def codecs(self, tier: TierSettings) -> Codecs | None:
-        """Return the codec of a tier, and all others to read with; ``None`` if it stores chunks as they are.
+        """Return the codec of a tier, and all others to read what it was stored with before.
+
+        ``None`` if it stores chunks as they are, and can have no others.
 
         Raises a :class:`pydantic.ValidationError` if the codec's settings are invalid.
         """
         from kvtier.tiers.encoded_seal import Codecs
 
-        if tier.codec["type"] == IDENTITY:
+        if tier.codec["type"] == IDENTITY and not hasattr(self.backend(tier.type), "scan"):
             return None
         own = self.codec(tier.codec["type"])
-        others = {name: self.codec(name) for name in self.names("kvtier_codecs") if name != IDENTITY}
-        known = {codec.code: codec(codec.settings_type(type=name)) for name, codec in others.items()}
+        known = {codec.code: codec for name, codec in self.all_codecs().items() if name != IDENTITY}
         return Codecs(own(own.settings_type.model_validate(tier.codec)), known)
+
+    def all_codecs(self) -> dict[str, Codec]:
+        """Return each codec by name, with its default settings, to read with."""
+        classes = {name: self.codec(name) for name in self.names("kvtier_codecs")}
+        return {name: codec(codec.settings_type(type=name)) for name, codec in classes.items()}
 
     def policy(self, tier: TierSettings) -> MakePolicy:
         """Return what creates the eviction policy of a tier. Catalog entries of a shared pool leave by LRU.

@@ -102,13 +102,17 @@ def _tiers(tiers: list[Report]) -> Table:
         rows.add_row(
             escape(tier["name"]),
             escape(tier["type"]),
-            format_size(tier["used_bytes"]),
+            format_size(tier["used_bytes"]) + _encoding(tier),
             "-" if capacity is None else format_size(capacity),
             str(tier["chunks"]),
             escape(policy or "-"),
             ("" if tier["available"] else "[red]unavailable[/red] ") + escape(tier.get("error") or ""),
         )
     return rows
+
+
+def _encoding(tier: Report) -> str:
+    return f" ({escape(tier['codec'])} {tier['ratio']:.2f})" if "codec" in tier else ""
 
 
 def _engines(engines: list[Report]) -> Table:

@@ -50,7 +50,7 @@ def verify(
     folder: Folder,
     delete: Annotated[bool, typer.Option("--delete", help="Remove corrupt chunks.")] = False,
 ) -> None:
-    """Read every chunk and verify its header and checksum.
+    """Read every chunk, verify its header and checksum, and decode it.
 
     Exit status 1 if any is corrupt, whether removed or not, or unreadable. A cache process may be running,
     except with --delete.
@@ -115,13 +115,14 @@ def _print_unread(path: Path, error: OSError) -> None:
 
 
 def _print_listing(described: list[dict[str, object]]) -> None:
-    rows = table("key", "bytes", "last used", "model and layout")
+    rows = table("key", "bytes", "of", "codec", "last used", "model and layout")
     for facts in described:
         about = (
             f"[red]{escape(str(facts['problem']))}[/red]"
             if "problem" in facts
             else str(facts["namespace"])[:16]
         )
-        rows.add_row(str(facts["key"])[:16], str(facts["bytes"]), str(facts["last_used"]), about)
+        stored = (str(facts.get(name, "")) for name in ("bytes", "payload_bytes", "codec"))
+        rows.add_row(str(facts["key"])[:16], *stored, str(facts["last_used"]), about)
     if described:
         output().print(rows)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager, nullcontext, suppress
 from datetime import UTC, datetime
 from pathlib import Path
@@ -16,8 +16,10 @@ from kvtier.backends.disk.folder import ObjectFolder, lock_holder
 from kvtier.backends.disk.scan import LISTED_AT_ONCE, Failed, listed, walk
 from kvtier.concurrency.tasks import open_tasks
 from kvtier.errors import CorruptChunk, TierError
-from kvtier.memory.header import HEADER_BYTES, StoredHeader
+from kvtier.memory.header import HEADER_BYTES, IDENTITY, StoredHeader
 from kvtier.memory.keys import ChunkKey
+from kvtier.plugins import Plugins
+from kvtier.tiers.codec import Codec
 
 READERS = 4
 """Chunks that are read and verified at once."""
@@ -64,7 +66,8 @@ async def list_chunks(folder: Path, limit: int, failed: Failed) -> Listing:
             newest = heapq.nlargest(limit, newest)
     holder = await aiofiles.os.wrap(lock_holder)(folder)
     newest.sort(reverse=True)
-    described = await aiofiles.os.wrap(lambda: [_describe(file) for file in newest])()
+    names = {codec.code: name for name, codec in Plugins.load([]).all_codecs().items()}
+    described = await aiofiles.os.wrap(lambda: [_describe(file, names) for file in newest])()
     return Listing(holder, chunks, total, described)
 
 
@@ -76,6 +79,7 @@ async def verify(
     ``progress`` receives the bytes verified, and the bytes of all chunks, ``failed`` unreadable folders.
     """
     checked = read = done = 0
+    codecs = {codec.code: codec for codec in Plugins.load([]).all_codecs().values()}
     corrupt: list[tuple[Path, str]] = []
 
     async def verify_from_queue() -> None:  # Several at once, from one iterator.
@@ -85,7 +89,7 @@ async def verify(
                 async with aiofiles.open(file.path, "rb", buffering=0) as stream:
                     content = await stream.readall()
                 read += len(content)
-                StoredHeader.verify(memoryview(content), ChunkKey(bytes.fromhex(file.path.stem)))
+                _verify(memoryview(content), ChunkKey(bytes.fromhex(file.path.stem)), codecs)
             except FileNotFoundError:
                 # Evicted by a running cache process.
                 continue
@@ -164,7 +168,19 @@ def _unlink_all(files: Sequence[ChunkFile]) -> None:
         file.path.unlink(missing_ok=True)
 
 
-def _describe(file: ChunkFile) -> dict[str, object]:
+def _verify(stored: memoryview, key: ChunkKey, codecs: Mapping[int, Codec]) -> None:
+    """Verify a chunk object, and decode it if its codec is known. Raises :class:`CorruptChunk`."""
+    header = StoredHeader.verify(stored, key)
+    if header.codec == IDENTITY or (codec := codecs.get(header.codec)) is None:
+        return
+    payload = stored[HEADER_BYTES : HEADER_BYTES + header.stored_bytes]
+    try:
+        codec.decode(header.chunk, None, payload, memoryview(bytearray(header.chunk.payload_bytes)))
+    except Exception as error:
+        raise CorruptChunk("cannot be decoded: {!r}", error) from error
+
+
+def _describe(file: ChunkFile, codecs: Mapping[int, str]) -> dict[str, object]:
     facts: dict[str, object] = {
         "key": file.path.stem,
         "bytes": file.length,
@@ -178,7 +194,7 @@ def _describe(file: ChunkFile) -> dict[str, object]:
     return {
         **facts,
         "payload_bytes": header.payload_bytes,
-        "codec": codec,
+        "codec": codecs.get(codec, f"code {codec}"),
         "parent": header.parent.hex(),
         "namespace": header.namespace.hex(),
     }

@@ -165,6 +165,13 @@ class CacheMetrics(Collector):
         yield gauge("tier_used_bytes", text, by_tier(lambda tier: tier.used_bytes), "tier")
         text = "Chunks in a tier according to the catalog."
         yield gauge("tier_chunks", text, by_tier(lambda tier: tier.count), "tier")
+        text = "Bytes written to a tier with a codec, before encoding."
+        written = [((tier.name,), tier.written) for tier in tiers if tier.written is not None]
+        before = [(name, of.chunk_bytes) for name, of in written]
+        yield counter("tier_encoded_bytes", text, before, "tier")
+        text = "The same, as they were stored."
+        after = [(name, of.stored_bytes) for name, of in written]
+        yield counter("tier_encoded_stored_bytes", text, after, "tier")
         text = "0 while a tier's circuit breaker is open."
         yield gauge("tier_available", text, by_tier(lambda tier: tier.available), "tier")
         text = "How often a tier's circuit breaker opened."

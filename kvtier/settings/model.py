@@ -145,7 +145,7 @@ class TierSettings(SettingsModel):
             "Codec that encodes chunks in this tier: `identity` stores them as they are, `lossless` in fewer "
             "bytes (bfloat16: 1.4 times); others are provided by plugins. Or a mapping of its settings with "
             "its name as `type`. Not for the first tier. In a shared pool, all hosts need a codec: to those "
-            "without, encoded chunks are misses. After a change to `identity`, so are those in this tier."
+            "without, encoded chunks are misses."
         ),
         examples=["lossless"],
     )

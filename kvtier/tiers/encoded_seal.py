@@ -6,6 +6,7 @@ import logging
 import mmap
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -67,6 +68,11 @@ class Encoder:
         self._checksum = checksum
         self._kept: list[memoryview] = []
         self._warn = RateLimitedLog(logger)
+
+    @property
+    def encodes(self) -> bool:
+        """Whether it does not only decode what the tier holds from earlier settings."""
+        return self._codec.code != IDENTITY
 
     def knows(self, code: int) -> bool:
         """Whether payloads with this code can be decoded."""
@@ -142,6 +148,20 @@ def _payload(chunk: memoryview, length: int) -> memoryview:
     return chunk[HEADER_BYTES : HEADER_BYTES + length]
 
 
+@dataclass
+class Written:
+    """What a tier with a codec has written since it was opened."""
+
+    chunk_bytes: int = 0
+    """Before encoding."""
+    stored_bytes: int = 0
+
+    @property
+    def ratio(self) -> float:
+        """How many times fewer bytes were stored; 1.0 as long as there are none."""
+        return self.chunk_bytes / self.stored_bytes if self.stored_bytes else 1.0
+
+
 class _Read(NamedTuple):
     """An object to read: into the chunk's memory, or into ``encoded`` and from there."""
 
@@ -151,7 +171,7 @@ class _Read(NamedTuple):
 
 
 class EncodedSeal(Seal):
-    """Encodes the payloads of chunk objects, unless that makes them hardly smaller.
+    """Encodes the payloads of chunk objects, unless that makes them hardly smaller, or there is no codec.
 
     The checksum is that of the encoded payload. Objects that are as long as the chunk object are not encoded,
     and transferred without a copy.
@@ -162,12 +182,16 @@ class EncodedSeal(Seal):
     ) -> None:
         """``catalog``: knows the length of each object in the tier."""
         super().__init__(backend, sealer)
+        self.written = Written() if encoder.encodes else None
+        """What its codec made of what was written; ``None`` without one."""
         self._encoder = encoder
         self._catalog = catalog
         self._tier = tier
 
     async def put(self, items: Sequence[PutItem]) -> Sequence[Outcome]:
         """Encode and seal each chunk object, and store it. See :meth:`Backend.put`."""
+        if self.written is None:
+            return await super().put(items)
         headers = await self._sealer.headers(items)
         outcomes = [Outcome.MISS] * len(items)
         valid = [(at, header) for at, header in enumerate(headers) if header is not None]
@@ -182,7 +206,10 @@ class EncodedSeal(Seal):
         for (at, view), outcome in zip(views, results, strict=True):
             outcomes[at] = outcome
             if outcome is Outcome.OK:
-                self._catalog.resize(items[at][0], self._tier, len(view))
+                key, chunk = items[at]
+                self.written.chunk_bytes += len(chunk)
+                self.written.stored_bytes += len(view)
+                self._catalog.resize(key, self._tier, len(view))
         return outcomes
 
     async def _encode(
@@ -200,6 +227,8 @@ class EncodedSeal(Seal):
         """Fill each view with a verified and decoded chunk object. See :meth:`Backend.get`."""
         lengths = await self._lengths(items)
         encoded = [at for at, (_, view) in enumerate(items) if lengths[at] != len(view)]
+        if not encoded:
+            return await super().get(items)
         with self._encoder.scratch([lengths[at] for at in encoded]) as buffers:
             places = dict(zip(encoded, buffers, strict=True))
             reads = [_Read(key, view, places.get(at)) for at, (key, view) in enumerate(items)]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from kvtier.catalog.catalog import Catalog
 from kvtier.catalog.eviction import IncomingPrompt
@@ -12,6 +12,9 @@ from kvtier.memory.keys import ChunkKey
 from kvtier.memory.slices import Lease
 from kvtier.settings import LocalTierSettings, TierSettings
 from kvtier.tiers.batches import BATCH_BYTES
+
+if TYPE_CHECKING:
+    from kvtier.tiers.encoded_seal import Written
 
 MAX_TRACKED_CHUNKS = 1_000_000
 """Chunks of a shared pool tracked in the catalog, about 200 MB. Others are queried on demand."""
@@ -71,6 +74,11 @@ class Level:
     def corrupt(self) -> int:
         """Number of chunks found corrupt here, and deleted."""
         return 0
+
+    @property
+    def written(self) -> Written | None:
+        """What its codec made of what was written here; ``None`` without a codec."""
+        return None
 
     def cost(self, length: int) -> float | None:
         """Return the expected seconds to read ``length`` bytes; ``None`` if unknown."""

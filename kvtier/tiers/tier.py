@@ -28,7 +28,7 @@ from kvtier.settings import TierSettings
 from kvtier.tiers.batches import BATCH_BYTES
 from kvtier.tiers.breaker import CircuitBreaker
 from kvtier.tiers.costs import ReadCost
-from kvtier.tiers.encoded_seal import EncodedSeal, Encoder
+from kvtier.tiers.encoded_seal import EncodedSeal, Encoder, Written
 from kvtier.tiers.level import ChunkBytes, Level
 from kvtier.tiers.seal import Seal
 from kvtier.tiers.sealer import Sealer
@@ -176,6 +176,11 @@ class Tier(Level):
         """Number of objects found corrupt in the medium, and deleted."""
         return self.seal.corrupt
 
+    @property
+    def written(self) -> Written | None:
+        """What its codec made of what was written here; ``None`` without a codec."""
+        return self.seal.written if isinstance(self.seal, EncodedSeal) else None
+
     def excess_bytes(self, incoming: int) -> int:
         """Return the bytes to evict before ``incoming`` more are added; 0 if the medium deletes nothing."""
         return 0 if self._keeps_everything else super().excess_bytes(incoming)
@@ -186,11 +191,13 @@ class Tier(Level):
 
     def status(self) -> dict[str, object]:
         """Return the state for display and tests."""
+        written = self.written
         return {
             **super().status(),
             "reading": self.reading.status(),
             "error": self.breaker.error or self.unseen,
             "unseen_bytes": self.unseen_bytes,
+            **({"codec": self.settings.codec["type"], "ratio": written.ratio} if written else {}),
         }
 
     async def contact(self) -> None:

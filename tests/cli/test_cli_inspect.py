@@ -10,7 +10,10 @@ import pytest
 
 from kvtier.backends.disk.backend import object_path
 from kvtier.cli import inspect, inspect_files
+from kvtier.memory.header import HEADER_BYTES, StoredHeader, object_bytes
 from kvtier.memory.keys import ChunkKey
+from kvtier.tiers.codec import CodecSettings
+from kvtier.tiers.lossless import LosslessCodec
 
 from .conftest import Kvtier, fork, held, store
 
@@ -50,10 +53,49 @@ def test_ls_as_json(kvtier: Kvtier, folder: Path) -> None:
         "bytes": OBJECT_BYTES,
         "last_used": "2001-09-09T01:46:42+00:00",
         "payload_bytes": 5000,
-        "codec": 0,
+        "codec": "identity",
         "parent": "00" * 32,
         "namespace": "02" * 32,
     }
+
+
+@pytest.fixture
+def encoded(folder: Path) -> Path:
+    """The file of a chunk whose payload of zeros was encoded."""
+    file = chunks(folder)[0]
+    chunk = StoredHeader.parse(file.read_bytes()).chunk
+    codec, target = LosslessCodec(CodecSettings(type="lossless")), memoryview(bytearray(1 << 20))
+    length = codec.encode(chunk, None, memoryview(bytes(chunk.payload_bytes)), target[HEADER_BYTES:])
+    stored = target[: object_bytes(length)]
+    StoredHeader.seal(stored, chunk, codec.code, length, checksum=True)
+    file.write_bytes(stored)
+    return file
+
+
+def test_ls_names_the_codec(kvtier: Kvtier, folder: Path, encoded: Path) -> None:
+    listed = json.loads(kvtier("inspect", "ls", folder, "--json").output)["listed"]
+    codecs = {facts["key"]: (facts["codec"], facts["bytes"], facts["payload_bytes"]) for facts in listed}
+    assert codecs.pop(encoded.stem) == ("lossless", 4096, 5000)
+    assert set(codecs.values()) == {("identity", OBJECT_BYTES, 5000)}
+    [line] = [line for line in kvtier("inspect", "ls", folder).output.splitlines() if "lossless" in line]
+    assert line.split()[1:4] == ["4096", "5000", "lossless"]
+
+
+def test_verify_decodes(kvtier: Kvtier, folder: Path, encoded: Path) -> None:
+    """What has a valid checksum and cannot be decoded was not written by the codec."""
+    assert "0 corrupt" in kvtier("inspect", "verify", folder).output
+    stored = memoryview(bytearray(encoded.read_bytes()))
+    header = StoredHeader.parse(stored)
+    stored[HEADER_BYTES] ^= 1
+    StoredHeader.seal(stored, header.chunk, header.codec, header.stored_bytes, checksum=True)
+    encoded.write_bytes(stored)
+    result = kvtier("inspect", "verify", folder)
+    assert result.exit_code == 1
+    assert "cannot be decoded" in result.output
+    StoredHeader.seal(stored, header.chunk, 40_000, header.stored_bytes, checksum=True)
+    encoded.write_bytes(stored)
+    assert "0 corrupt" in kvtier("inspect", "verify", folder).output, "a plugin's"
+    assert "code 40000" in kvtier("inspect", "ls", folder, "--json").output
 
 
 def test_ls_describes_an_invalid_header(kvtier: Kvtier, folder: Path) -> None:

@@ -118,6 +118,9 @@ async def stored(tier: dict[str, Any]) -> int:
     async with TieredCache.open(settings(tier)) as cache:
         assert await cache.model("llama", token_bytes=256).store(TOKENS, KV) == len(TOKENS)
         assert await cache.drain(30)
+        status = cache.tiers[1].status()
+        assert status.get("codec") == tier.get("codec")
+        assert status.get("ratio", 1.0) == pytest.approx(len(KV) / cache.tiers[1].used_bytes, rel=0.02)
         return cache.tiers[1].used_bytes
 
 
@@ -135,8 +138,8 @@ async def test_disk_holds_more_and_returns_the_same(tmp_path: Path) -> None:
     disk = {"type": "disk", "capacity": "4MiB", "path": str(tmp_path)}
     assert await stored({**disk, "codec": "lossless"}) < len(KV) / 1.3
     assert await found({**disk, "codec": "lossless"}) == len(TOKENS)
-    # Who has turned the codec off computes it again.
-    assert await found(disk) == 0
+    assert await found(disk) == len(TOKENS), "also after the codec was turned off"
+    assert await found({**disk, "codec": "lossless"}) == len(TOKENS)
 
 
 @pytest.mark.anyio

@@ -90,6 +90,18 @@ async def test_demotions_are_counted_as_demoted_and_as_transfers(tmp_path: Path)
         assert scrape("write_dropped_chunks_total") == 0
 
 
+async def test_what_a_codec_makes_smaller(tmp_path: Path) -> None:
+    configured = settings(tmp_path)
+    configured.tiers[1]["codec"] = "lossless"
+    async with scraped_cache(configured) as scraped:
+        assert await scraped.model.store(TOKENS, bytearray(len(TOKENS) * 64)) == len(TOKENS)
+        assert await scraped.cache.drain(10)
+        scrape = await scraped.scrape()
+        assert scrape.by("tier_encoded_bytes_total", "tier") == {"ssd": 4 * CHUNK_OBJECT_BYTES}
+        stored = scrape("tier_encoded_stored_bytes_total", tier="ssd")
+        assert stored == scrape("tier_used_bytes", tier="ssd") < 4 * CHUNK_OBJECT_BYTES
+
+
 async def test_corrupt_chunks_are_counted(scraped: ScrapedCache, tmp_path: Path) -> None:
     await scraped.store(TOKENS)
     damaged = next((tmp_path / "ssd").rglob(f"{scraped.model.keys(TOKENS)[2].hex()}*"))

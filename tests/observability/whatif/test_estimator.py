@@ -72,9 +72,13 @@ def chunks_of(instance: Instance) -> int:
 async def test_estimate_of_today_is_the_measured_hit_rate(eviction: str) -> None:
     prompts = chats(150, 8)
     async with opened(eviction=eviction) as (instance, model):
-        for prompt in prompts:
+        served = 0
+        for number, prompt in enumerate(prompts, 1):
             await serve(model, prompt)
-        await until(lambda: chunks_of(instance) == sum(map(len, prompts)))
+            served += len(prompt)
+            # An estimate that falls behind on a busy machine would be made of a smaller sample.
+            if number % 25 == 0 or number == len(prompts):
+                await until(lambda: chunks_of(instance) == served)  # noqa: B023 - called at once
         report = instance.what_if()
     assert report is not None
     assert (report.sampled, report.sampling, report.dropped) == (report.chunks, 1.0, 0)
