@@ -62,7 +62,7 @@ from kvtier.pipeline.verify import VerifyStage
 from kvtier.pipeline.write import Writer
 from kvtier.plugins import Plugins, is_memory
 from kvtier.settings import LocalTierSettings, Settings, TierSettings, load_settings
-from kvtier.tiers.encoded_seal import Encoder, Layouts
+from kvtier.tiers.encoded_seal import Encoder, Layouts, keys_of
 from kvtier.tiers.host_memory import HostMemory, Reservation
 from kvtier.tiers.planner import TransferPlanner
 from kvtier.tiers.sealer import Sealer
@@ -187,7 +187,7 @@ class TieredCache:
         media = [(tier, plugins.backend(tier.type)(tier)) for tier in plugins.tier_settings(settings)]
         check_memory([tier for tier, backend in media if is_memory(type(backend)) or tmpfs_bytes(tier)])
         media += pools
-        codecs = [plugins.codecs(tier) for tier, _ in media]
+        codecs = [None, *(plugins.codecs(tier) for tier, _ in media[1:])]
         encoded = [index for index, found in enumerate(codecs) if found is not None]
         tenants = configured_tenants(settings)
         policies = [shared_policy(plugins.policy, tier, settings, tenants) for tier, _ in media]
@@ -203,8 +203,10 @@ class TieredCache:
                 stack.push_async_callback(backend.close)
             tasks = await stack.enter_async_context(open_background_tasks())
             encoders = [
-                None if found is None else Encoder(found, layouts, checksum=settings.checksum)
-                for found in codecs
+                None
+                if found is None
+                else Encoder(found, layouts, checksum=settings.checksum, keys=keys_of(tier))
+                for found, (tier, _) in zip(codecs, media, strict=True)
             ]
             lower = [
                 Tier(index, tier, backend, catalog, tasks, memory.sealer, encoders[index])

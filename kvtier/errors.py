@@ -57,6 +57,10 @@ class CorruptChunk(KVTierError):
         """The fault without its details."""
 
 
+class UnreadableChunk(CorruptChunk):
+    """A chunk was stored with other settings: a codec that is not installed, or a key that is not known."""
+
+
 class ChannelError(KVTierError):
     """Communication between an engine and the cache process, or between two instances, failed."""
 

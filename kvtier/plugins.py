@@ -166,15 +166,16 @@ class Plugins:
         return self._find("kvtier_codecs", name, "codec")
 
     def codecs(self, tier: TierSettings) -> Codecs | None:
-        """Return the codec of a tier, and all others to read what it was stored with before.
+        """Return the codec of a lower tier, and all others to read what it was stored with before.
 
-        ``None`` if it stores chunks as they are, and can have no others.
+        ``None`` for a shared pool that stores chunks as they are.
 
         Raises a :class:`pydantic.ValidationError` if the codec's settings are invalid.
         """
         from kvtier.tiers.encoded_seal import Codecs
 
-        if tier.codec["type"] == IDENTITY and not hasattr(self.backend(tier.type), "scan"):
+        is_plain = tier.codec["type"] == IDENTITY and tier.encrypt is None
+        if is_plain and not isinstance(tier, LocalTierSettings):
             return None
         own = self.codec(tier.codec["type"])
         known = {codec.code: codec for name, codec in self.all_codecs().items() if name != IDENTITY}
@@ -305,6 +306,11 @@ class Plugins:
                     f"{settings.at(f'{key}.codec')} is {choice['type']}, but {type_name} does not know how "
                     "long its chunks are: remove it"
                 )
+        if raw.get("encrypt") is not None and (index == 0 or not can_be_encoded(backend)):
+            reason = (
+                "engines copy to the first tier directly" if index == 0 else f"{type_name} cannot do that"
+            )
+            problems.append(f"{settings.at(f'{key}.encrypt')} is set, but {reason}: remove it")
         return _validate(backend.settings_type, raw, settings, f"{key}.")
 
     def _component(

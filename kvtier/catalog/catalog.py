@@ -300,6 +300,11 @@ class Catalog:
         row = self._find(key)
         return b"" if row == NO_ROW else self.namespaces.known()[self._spaces[row]]
 
+    def tenant(self, key: ChunkKey) -> str:
+        """Return the tenant of a chunk; empty without one."""
+        row = self._find(key)
+        return "" if row == NO_ROW else self._hints.tenant_name(row)
+
     def generation(self, key: ChunkKey) -> int:
         """Return the generation of a chunk, which changes when it is cleared; -1 if it is in no tier."""
         row = self._find(key)

@@ -68,6 +68,11 @@ class HintColumns:
         """Return the number of a chunk's tenant; 0 without one."""
         return self._tenants[row] if row < len(self._tenants) else 0
 
+    def tenant_name(self, row: int) -> str:
+        """Return the name of a chunk's tenant; empty without one."""
+        number = self.tenant(row)
+        return next(name for name, known in self._tenant_numbers.items() if known == number)
+
     def priority(self, row: int) -> int:
         """Return a chunk's priority, by default 0."""
         return self._priorities[row] if row < len(self._priorities) else 0

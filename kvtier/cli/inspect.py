@@ -85,6 +85,39 @@ def verify(
 
 
 @app.command()
+def rekey(
+    folder: Folder,
+    key_file: Annotated[
+        Path,
+        typer.Option("--key-file", exists=True, dir_okay=False, help="The `encrypt.key_file` of the tier."),
+    ],
+) -> None:
+    """Encrypt the chunks again that are not encrypted with the first key of the file.
+
+    Also those that are not encrypted at all. Refused while a cache process uses the folder. If interrupted,
+    run it again. Exit status 1 if some could not be read.
+    """
+    import anyio
+
+    from kvtier.cli import inspect_files
+
+    with Progress(console=messages(), transient=True) as progress:
+        bar = progress.add_task("encrypting", total=None)
+
+        def show(done: int, total: int) -> None:
+            progress.update(bar, completed=done, total=total)
+
+        found = anyio.run(inspect_files.rekey, folder, key_file, show)
+    for path, problem in found.failed:
+        output().print(f"[red]unchanged[/red] {escape(str(path))}: {escape(problem)}")
+    output().print(
+        f"{found.chunks} chunks, {found.changed} encrypted with the first key of {escape(str(key_file))}."
+    )
+    if found.failed:
+        raise typer.Exit(1)
+
+
+@app.command()
 def purge(
     folder: Folder,
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask for confirmation.")] = False,
@@ -115,7 +148,7 @@ def _print_unread(path: Path, error: OSError) -> None:
 
 
 def _print_listing(described: list[dict[str, object]]) -> None:
-    rows = table("key", "bytes", "of", "codec", "last used", "model and layout")
+    rows = table("key", "bytes", "of", "codec", "encrypted", "last used", "model and layout")
     for facts in described:
         about = (
             f"[red]{escape(str(facts['problem']))}[/red]"
@@ -123,6 +156,7 @@ def _print_listing(described: list[dict[str, object]]) -> None:
             else str(facts["namespace"])[:16]
         )
         stored = (str(facts.get(name, "")) for name in ("bytes", "payload_bytes", "codec"))
-        rows.add_row(str(facts["key"])[:16], *stored, str(facts["last_used"]), about)
+        key = "" if facts.get("encrypted_with") is None else f"key {facts['encrypted_with']}"
+        rows.add_row(str(facts["key"])[:16], *stored, key, str(facts["last_used"]), about)
     if described:
         output().print(rows)

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import heapq
+import os
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager, nullcontext, suppress
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import aiofiles
 import aiofiles.os
 
+from kvtier.backends.base import Outcome
 from kvtier.backends.disk.folder import ObjectFolder, lock_holder
 from kvtier.backends.disk.scan import LISTED_AT_ONCE, Failed, listed, walk
 from kvtier.concurrency.tasks import open_tasks
@@ -20,6 +22,10 @@ from kvtier.memory.header import HEADER_BYTES, IDENTITY, StoredHeader
 from kvtier.memory.keys import ChunkKey
 from kvtier.plugins import Plugins
 from kvtier.tiers.codec import Codec
+from kvtier.tiers.encoded_seal import load_keys
+
+if TYPE_CHECKING:
+    from kvtier.tiers.encryption import Keys
 
 READERS = 4
 """Chunks that are read and verified at once."""
@@ -69,6 +75,14 @@ async def list_chunks(folder: Path, limit: int, failed: Failed) -> Listing:
     names = {codec.code: name for name, codec in Plugins.load([]).all_codecs().items()}
     described = await aiofiles.os.wrap(lambda: [_describe(file, names) for file in newest])()
     return Listing(holder, chunks, total, described)
+
+
+class Rekeyed(NamedTuple):
+    """What was encrypted again."""
+
+    chunks: int
+    changed: int
+    failed: list[tuple[Path, str]]
 
 
 async def verify(
@@ -121,6 +135,50 @@ async def claimed_chunks(folder: Path) -> list[ChunkFile]:
         return [file async for paths in claimed.scan.objects() for file in await _status_of_all(paths)]
 
 
+async def rekey(folder: Path, key_file: Path, progress: Callable[[int, int], None]) -> Rekeyed:
+    """Encrypt the chunks again that are not encrypted with the first key of a file.
+
+    Each file is replaced at once, so a killed process leaves the others as they were: run it again. Requires
+    a folder that is not in use. ``progress`` receives the chunks done, and their number. Raises
+    :class:`TierError`.
+    """
+    keys = load_keys(key_file, "--key-file")
+    changed, failed = 0, list[tuple[Path, str]]()
+    async with _claimed(folder) as claimed:
+        files = [file async for paths in claimed.scan.objects() for file in await _status_of_all(paths)]
+        for number, file in enumerate(files, 1):
+            try:
+                changed += await aiofiles.os.wrap(_rekey_one)(claimed, file, keys)
+            except (OSError, CorruptChunk) as error:
+                failed.append((file.path, str(error)))
+            progress(number, len(files))
+    return Rekeyed(len(files), changed, failed)
+
+
+def _rekey_one(folder: ObjectFolder, file: ChunkFile, keys: Keys) -> bool:
+    key, content = ChunkKey(bytes.fromhex(file.path.stem)), memoryview(bytearray(file.path.read_bytes()))
+    stored = StoredHeader.verify(content, key)
+    if stored.encryption is not None and stored.encryption.key_number == keys.current:
+        return False
+    payload = content[HEADER_BYTES : HEADER_BYTES + stored.stored_bytes]
+    if stored.encryption is not None:
+        keys.decrypt(stored, payload, payload)
+    tenant = keys.mark_of("") if stored.encryption is None else stored.encryption.tenant
+    used = keys.encrypt(stored.chunk, stored.codec, tenant, payload, payload)
+    StoredHeader.seal(
+        content,
+        stored.chunk,
+        stored.codec,
+        stored.stored_bytes,
+        checksum=stored.checksum is not None,
+        encryption=used,
+    )
+    if folder.write((key, content)) is not Outcome.OK:
+        raise OSError("cannot be written: is the disk full?")
+    os.utime(file.path, (file.last_used, file.last_used))
+    return True
+
+
 async def remove(folder: Path, files: Sequence[ChunkFile], progress: Callable[[int], None]) -> None:
     """Remove chunks of a folder that is not in use. ``progress`` receives the number of each batch."""
     async with _claimed(folder):
@@ -171,7 +229,8 @@ def _unlink_all(files: Sequence[ChunkFile]) -> None:
 def _verify(stored: memoryview, key: ChunkKey, codecs: Mapping[int, Codec]) -> None:
     """Verify a chunk object, and decode it if its codec is known. Raises :class:`CorruptChunk`."""
     header = StoredHeader.verify(stored, key)
-    if header.codec == IDENTITY or (codec := codecs.get(header.codec)) is None:
+    codec = codecs.get(header.codec)
+    if header.codec == IDENTITY or header.encryption is not None or codec is None:
         return
     payload = stored[HEADER_BYTES : HEADER_BYTES + header.stored_bytes]
     try:
@@ -188,13 +247,14 @@ def _describe(file: ChunkFile, codecs: Mapping[int, str]) -> dict[str, object]:
     }
     try:
         with file.path.open("rb") as stream:
-            header, codec, *_ = StoredHeader.parse(stream.read(HEADER_BYTES))
+            stored = StoredHeader.parse(stream.read(HEADER_BYTES))
     except (CorruptChunk, OSError) as error:
         return {**facts, "problem": str(error)}
     return {
         **facts,
-        "payload_bytes": header.payload_bytes,
-        "codec": codecs.get(codec, f"code {codec}"),
-        "parent": header.parent.hex(),
-        "namespace": header.namespace.hex(),
+        "payload_bytes": stored.chunk.payload_bytes,
+        "codec": codecs.get(stored.codec, f"code {stored.codec}"),
+        "encrypted_with": None if stored.encryption is None else stored.encryption.key_number,
+        "parent": stored.chunk.parent.hex(),
+        "namespace": stored.chunk.namespace.hex(),
     }

@@ -20,11 +20,14 @@ offset  bytes  field (little-endian)
 128     16     checksum of the payload as stored
 144     256    block hashes of 16 bytes each
 400     4      number of tokens, 0 if unknown
-404     8      XXH3-64 of the preceding bytes
-412     36     reserved, zero
+404     8      XXH3-64 of the preceding bytes, and of those that follow unless all are zero
+412     2      number of the key of an encrypted payload; 0 for none
+414     6      tenant, see :class:`Encryption`
+420     12     random bytes, different for each object
+432     16     tag of AES-GCM
 ======  =====  ==========================================================
 
-Payloads in the arena are not encoded. The namespace includes the fingerprint of the layout
+Payloads in the arena are neither encoded nor encrypted. The namespace includes the fingerprint of the layout
 (:func:`kvtier.memory.layout.namespace`). Block hashes are those of :func:`kvtier.memory.keys.block_hashes`.
 XXH3: https://github.com/Cyan4973/xxHash/blob/dev/doc/xxhash_spec.md
 """
@@ -38,7 +41,7 @@ from typing import NamedTuple
 from xxhash import xxh3_64_digest, xxh3_128_digest
 
 from kvtier import native
-from kvtier.errors import CorruptChunk
+from kvtier.errors import CorruptChunk, UnreadableChunk
 from kvtier.memory.keys import BLOCK_HASH_BYTES, MAX_BLOCK_HASHES, ChunkKey
 
 MAGIC = b"KVTIER\r\n"
@@ -57,7 +60,8 @@ _START = struct.Struct("<8sH")
 _HASHES = MAX_BLOCK_HASHES * BLOCK_HASH_BYTES
 _FIELDS = struct.Struct(f"<8sHHHHQQ32s32s32s16s{_HASHES}sI")
 _NO_CHECKSUM = bytes(16)
-_RESERVED = bytes(HEADER_BYTES - _FIELDS.size - 8)
+_ENCRYPTION = struct.Struct("<H6s12s16s")
+_NO_ENCRYPTION = bytes(_ENCRYPTION.size)
 _PARENT = slice(64, 96)
 _HASH_COUNT_AT, _HASHES_AT = 14, 144
 _ALGORITHM_NONE, _ALGORITHM_XXH3 = 0, 1
@@ -78,6 +82,19 @@ def parent_and_block_tags(chunk: memoryview) -> tuple[ChunkKey, bytes]:
     """Return the parent's key and one byte of each block hash, unchecked. Takes 0.5 µs."""
     stop = _HASHES_AT + chunk[_HASH_COUNT_AT] * BLOCK_HASH_BYTES
     return ChunkKey(bytes(chunk[_PARENT])), bytes(chunk[_HASHES_AT:stop:BLOCK_HASH_BYTES])
+
+
+class Encryption(NamedTuple):
+    """How a payload was encrypted; see :mod:`kvtier.tiers.encryption`."""
+
+    key_number: int
+    """1 to 65,535."""
+    tenant: bytes
+    """6 bytes that identify the tenant; zeros without one."""
+    salt: bytes
+    """12 random bytes. Each object has a key of its own, derived with these."""
+    tag: bytes = bytes(16)
+    """Authenticates the payload and all that :meth:`StoredHeader.authenticated` returns."""
 
 
 class ChunkHeader(NamedTuple):
@@ -149,6 +166,7 @@ class StoredHeader(NamedTuple):
     """The length of the payload as it is stored."""
     checksum: bytes | None
     """Of the payload as it is stored."""
+    encryption: Encryption | None = None
 
     @property
     def object_bytes(self) -> int:
@@ -157,11 +175,25 @@ class StoredHeader(NamedTuple):
 
     @classmethod
     def seal(
-        cls, target: memoryview, header: ChunkHeader, codec: int, stored_bytes: int, *, checksum: bool
+        cls,
+        target: memoryview,
+        header: ChunkHeader,
+        codec: int,
+        stored_bytes: int,
+        *,
+        checksum: bool,
+        encryption: Encryption | None = None,
     ) -> None:
         """Write the header of an encoded payload in front of it."""
-        payload = target[HEADER_BYTES : HEADER_BYTES + stored_bytes]
-        target[:HEADER_BYTES] = _packed(header, codec, stored_bytes, _checksum(payload) if checksum else None)
+        digest = _checksum(target[HEADER_BYTES : HEADER_BYTES + stored_bytes]) if checksum else None
+        target[:HEADER_BYTES] = _packed(header, codec, stored_bytes, digest, encryption)
+
+    @staticmethod
+    def authenticated(header: ChunkHeader, codec: int, stored_bytes: int, encryption: Encryption) -> bytes:
+        """Return what the tag of an encrypted payload authenticates besides: all but tag and checksums."""
+        return (
+            _fields(header, codec, stored_bytes, None) + _ENCRYPTION.pack(*encryption)[: -len(encryption.tag)]
+        )
 
     @classmethod
     def parse(cls, head: bytes | memoryview) -> StoredHeader:
@@ -174,11 +206,12 @@ class StoredHeader(NamedTuple):
             raise CorruptChunk("does not begin with kvtier's magic")
         if version != VERSION:
             raise CorruptChunk("has format version {}, not {}", version, VERSION)
-        fields = head[: _FIELDS.size]
-        if head[_FIELDS.size : _FIELDS.size + 8] != xxh3_64_digest(fields):
+        fields, last = head[: _FIELDS.size], head[_FIELDS.size + 8 :]
+        encryption = None if last == _NO_ENCRYPTION else Encryption(*_ENCRYPTION.unpack(last))
+        if head[_FIELDS.size : _FIELDS.size + 8] != xxh3_64_digest(fields + (last if encryption else b"")):
             raise CorruptChunk("has a header that does not match its checksum")
-        if head[_FIELDS.size + 8 :] != _RESERVED:
-            raise CorruptChunk("has reserved bytes set")
+        if encryption is not None and not encryption.key_number:
+            raise CorruptChunk("is encrypted with key 0")
         _, _, algorithm, codec, count, payload_bytes, stored_bytes, *rest = _FIELDS.unpack(fields)
         key, parent, space, checksum, hashes, tokens = rest
         if count > MAX_BLOCK_HASHES:
@@ -189,7 +222,8 @@ class StoredHeader(NamedTuple):
             raise CorruptChunk("has unknown checksum algorithm {}", algorithm)
         blocks = hashes[: count * BLOCK_HASH_BYTES]
         header = ChunkHeader(ChunkKey(key), ChunkKey(parent), space, payload_bytes, blocks, tokens)
-        return cls(header, codec, stored_bytes, checksum if algorithm == _ALGORITHM_XXH3 else None)
+        sealed = checksum if algorithm == _ALGORITHM_XXH3 else None
+        return cls(header, codec, stored_bytes, sealed, encryption)
 
     @classmethod
     def read(cls, chunk: memoryview, key: ChunkKey) -> StoredHeader:
@@ -220,9 +254,23 @@ def write_headers(memory: memoryview, objects: Iterable[tuple[int, ChunkHeader]]
         memory[offset : offset + HEADER_BYTES] = _packed(header, IDENTITY, header.payload_bytes, None)
 
 
-def _packed(header: ChunkHeader, codec: int, stored_bytes: int, checksum: bytes | None) -> bytes:
+def _packed(
+    header: ChunkHeader,
+    codec: int,
+    stored_bytes: int,
+    checksum: bytes | None,
+    encryption: Encryption | None = None,
+) -> bytes:
+    fields = _fields(header, codec, stored_bytes, checksum)
+    if encryption is None:
+        return fields + xxh3_64_digest(fields) + _NO_ENCRYPTION
+    rest = _ENCRYPTION.pack(*encryption)
+    return fields + xxh3_64_digest(fields + rest) + rest
+
+
+def _fields(header: ChunkHeader, codec: int, stored_bytes: int, checksum: bytes | None) -> bytes:
     key, parent, space, payload_bytes, hashes, tokens = header
-    fields = _FIELDS.pack(
+    return _FIELDS.pack(
         MAGIC,
         VERSION,
         _ALGORITHM_NONE if checksum is None else _ALGORITHM_XXH3,
@@ -237,7 +285,6 @@ def _packed(header: ChunkHeader, codec: int, stored_bytes: int, checksum: bytes 
         hashes,
         tokens,
     )
-    return fields + xxh3_64_digest(fields) + _RESERVED
 
 
 def _checksum(payload: memoryview) -> bytes:
@@ -248,5 +295,7 @@ def _checksum(payload: memoryview) -> bytes:
 
 def _plain(stored: StoredHeader) -> StoredHeader:
     if stored.codec != IDENTITY:
-        raise CorruptChunk("is encoded by codec {}", stored.codec)
+        raise UnreadableChunk("is encoded by codec {}", stored.codec)
+    if stored.encryption is not None:
+        raise UnreadableChunk("is encrypted")
     return stored

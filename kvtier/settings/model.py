@@ -80,6 +80,19 @@ LogLevel = Annotated[
 ]
 
 
+class EncryptSettings(SettingsModel):
+    """Settings of the encryption of a tier."""
+
+    key_file: LocalPath = Field(
+        description=(
+            "File with a key on each line: its number and 64 hexadecimal digits, as `openssl rand -hex 32` "
+            "prints. The first encrypts, the others are for what was stored before. Only its owner may read "
+            "it."
+        ),
+        examples=["/etc/kvtier/keys"],
+    )
+
+
 class TierSettings(SettingsModel):
     """Settings common to all tiers. A shared pool needs no more, because it manages its own capacity.
 
@@ -148,6 +161,14 @@ class TierSettings(SettingsModel):
             "without, encoded chunks are misses."
         ),
         examples=["lossless"],
+    )
+    encrypt: EncryptSettings | None = Field(
+        default=None,
+        description=(
+            "Encrypt what this tier stores, with AES-256-GCM. Not for the first tier. In a shared pool, all "
+            "hosts need the same keys."
+        ),
+        examples=["{key_file: /etc/kvtier/keys}"],
     )
 
 

@@ -8,19 +8,24 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import NamedTuple
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
 
 from kvtier.backends.base import Backend, GetItem, Outcome, PutItem
 from kvtier.catalog.catalog import Catalog
 from kvtier.concurrency.threads import spread
-from kvtier.errors import CorruptChunk
+from kvtier.errors import CorruptChunk, TierError, UnreadableChunk
 from kvtier.logs import RateLimitedLog
 from kvtier.memory.header import HEADER_BYTES, IDENTITY, ChunkHeader, StoredHeader, object_bytes
 from kvtier.memory.keys import ChunkKey
 from kvtier.memory.layout import ChunkLayout
-from kvtier.tiers.codec import Codec
+from kvtier.settings import TierSettings
+from kvtier.tiers.codec import Codec, CodecSettings, IdentityCodec
 from kvtier.tiers.seal import PARTS_AT_ONCE, Seal
 from kvtier.tiers.sealer import Sealer
+
+if TYPE_CHECKING:
+    from kvtier.tiers.encryption import Keys
 
 logger = logging.getLogger("kvtier")
 
@@ -58,10 +63,28 @@ class Codecs(NamedTuple):
     """By code. Chunks of earlier settings may have another codec than the tier's."""
 
 
+def keys_of(tier: TierSettings) -> Keys | None:
+    """Return the keys of a tier; ``None`` if it is not encrypted. Raises :class:`TierError`."""
+    return None if tier.encrypt is None else load_keys(tier.encrypt.key_file, f"tier {tier.name!r}: encrypt")
+
+
+def load_keys(path: Path, place: str) -> Keys:
+    """Read a key file, named at ``place``. Raises :class:`TierError`, also without the library for it."""
+    try:
+        from kvtier.tiers.encryption import Keys
+    except ImportError as error:
+        raise TierError(
+            f"{place}: needs cryptography ({error})", "pip install 'kvtier[encryption]'"
+        ) from error
+    return Keys.load(path, place)
+
+
 class Encoder:
     """Encodes and decodes in worker threads; :meth:`scratch` is for the event loop only."""
 
-    def __init__(self, codecs: Codecs, layouts: Layouts, *, checksum: bool) -> None:
+    def __init__(self, codecs: Codecs, layouts: Layouts, *, checksum: bool, keys: Keys | None = None) -> None:
+        """``keys``: to encrypt with; nothing else is decoded then."""
+        self.keys = keys
         self._codec = codecs.own
         self._known = {**codecs.known, codecs.own.code: codecs.own}
         self._layouts = layouts
@@ -72,7 +95,7 @@ class Encoder:
     @property
     def encodes(self) -> bool:
         """Whether it does not only decode what the tier holds from earlier settings."""
-        return self._codec.code != IDENTITY
+        return self._codec.code != IDENTITY or self.keys is not None
 
     def knows(self, code: int) -> bool:
         """Whether payloads with this code can be decoded."""
@@ -81,13 +104,35 @@ class Encoder:
     def max_bytes(self, header: ChunkHeader) -> int:
         """Return the upper bound of the encoded size of a chunk object."""
         layout = self._layouts.get(header.namespace)
-        return object_bytes(self._codec.max_encoded_bytes(header, layout))
+        return object_bytes(max(header.payload_bytes, self._codec.max_encoded_bytes(header, layout)))
 
-    def encode(self, header: ChunkHeader, chunk: memoryview, target: memoryview) -> memoryview | None:
-        """Encode and seal a chunk object. Return the part of ``target`` to store.
+    def encode(
+        self, header: ChunkHeader, chunk: memoryview, target: memoryview, tenant: bytes = b""
+    ) -> memoryview | None:
+        """Encode, encrypt and seal a chunk object of a tenant. Return the part of ``target`` to store.
 
         ``None`` if it would be hardly smaller, or cannot be encoded: it is then stored as it is.
         """
+        codec, stored_bytes = self._codec.code, self._encode(header, chunk, target)
+        source = target[HEADER_BYTES:]
+        if stored_bytes is None:
+            if self.keys is None:
+                return None
+            codec, stored_bytes, source = IDENTITY, header.payload_bytes, chunk[HEADER_BYTES:]
+        encryption = None
+        if self.keys is not None:
+            payload = target[HEADER_BYTES : HEADER_BYTES + stored_bytes]
+            encryption = self.keys.encrypt(header, codec, tenant, source[:stored_bytes], payload)
+        stored = target[: object_bytes(stored_bytes)]
+        padding = stored[HEADER_BYTES + stored_bytes :]
+        padding[:] = bytes(len(padding))
+        StoredHeader.seal(stored, header, codec, stored_bytes, checksum=self._checksum, encryption=encryption)
+        return stored
+
+    def _encode(self, header: ChunkHeader, chunk: memoryview, target: memoryview) -> int | None:
+        """Encode a payload. Return its length, or ``None`` if it is to be stored as it is."""
+        if self._codec.code == IDENTITY:
+            return None
         layout, payload = self._layouts.get(header.namespace), _payload(chunk, header.payload_bytes)
         try:
             stored_bytes = self._codec.encode(header, layout, payload, target[HEADER_BYTES:])
@@ -99,11 +144,7 @@ class Encoder:
             return None
         if object_bytes(stored_bytes) > (1 - MIN_GAIN) * len(chunk):
             return None
-        stored = target[: object_bytes(stored_bytes)]
-        padding = stored[HEADER_BYTES + stored_bytes :]
-        padding[:] = bytes(len(padding))
-        StoredHeader.seal(stored, header, self._codec.code, stored_bytes, checksum=self._checksum)
-        return stored
+        return stored_bytes
 
     def decode(self, key: ChunkKey, stored: memoryview, target: memoryview, *, hashed: bool) -> None:
         """Verify a stored chunk object and decode it into ``target``. Raises :class:`CorruptChunk`.
@@ -111,15 +152,18 @@ class Encoder:
         ``hashed``: its payload has been.
         """
         found = StoredHeader.verify(stored, key, hashed=hashed)
-        header, codec = found.chunk, self._known.get(found.codec)
+        header, codec = found.chunk, self._known.get(found.codec, _IDENTITY)
         if object_bytes(header.payload_bytes) != len(target):
             raise CorruptChunk("has a payload of {} bytes", header.payload_bytes)
-        if codec is None:
-            raise CorruptChunk("is encoded by codec {}, which is not installed", found.codec)
-        payload = _payload(target, header.payload_bytes)
+        if not self.knows(found.codec):
+            raise UnreadableChunk("is encoded by codec {}, which is not installed", found.codec)
+        source, payload = _payload(stored, found.stored_bytes), _payload(target, header.payload_bytes)
+        if self.keys is not None:
+            self.keys.decrypt(found, source, source)
+        elif found.encryption is not None:
+            raise UnreadableChunk("is encrypted, but the tier has no `encrypt`")
         try:
-            layout = self._layouts.get(header.namespace)
-            codec.decode(header, layout, _payload(stored, found.stored_bytes), payload)
+            codec.decode(header, self._layouts.get(header.namespace), source, payload)
         except Exception as error:
             raise CorruptChunk("cannot be decoded: {!r}", error) from error
         target[:HEADER_BYTES] = header.packed()
@@ -142,6 +186,9 @@ class Encoder:
             yield [buffer[start:stop] for start, stop in pairwise(ends)]
         finally:
             self._kept = [buffer, *self._kept][:KEPT_BUFFERS]
+
+
+_IDENTITY = IdentityCodec(CodecSettings(type="identity"))
 
 
 def _payload(chunk: memoryview, length: int) -> memoryview:
@@ -219,14 +266,19 @@ class EncodedSeal(Seal):
         buffers: Sequence[memoryview],
     ) -> list[memoryview | None]:
         """Return the encoded object of each item, or ``None`` if it is to be stored as it is."""
-        work = [(header, items[at][1], buffer) for (at, header), buffer in zip(valid, buffers, strict=True)]
+        keys = self._encoder.keys
+        work = [
+            (header, items[at][1], buffer, keys.mark_of(self._catalog.tenant(header.key)) if keys else b"")
+            for (at, header), buffer in zip(valid, buffers, strict=True)
+        ]
         encode = self._encoder.encode
         return await spread(lambda one: encode(*one), work, parts=PARTS_AT_ONCE, executor=self._executor)
 
     async def get(self, items: Sequence[GetItem]) -> Sequence[Outcome]:
         """Fill each view with a verified and decoded chunk object. See :meth:`Backend.get`."""
         lengths = await self._lengths(items)
-        encoded = [at for at, (_, view) in enumerate(items) if lengths[at] != len(view)]
+        every = self._encoder.keys is not None
+        encoded = [at for at, (_, view) in enumerate(items) if every or lengths[at] != len(view)]
         if not encoded:
             return await super().get(items)
         with self._encoder.scratch([lengths[at] for at in encoded]) as buffers:

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from kvtier.backends.base import Backend, GetItem, Outcome, PutItem, StoredObject, SupportsSealing
 from kvtier.concurrency.threads import WorkerThreads, spread
-from kvtier.errors import CorruptChunk
+from kvtier.errors import CorruptChunk, UnreadableChunk
 from kvtier.logs import RateLimitedLogs
 from kvtier.memory.header import IDENTITY, ChunkHeader, StoredHeader
 from kvtier.memory.keys import ChunkKey
@@ -30,6 +30,8 @@ class _Fault(NamedTuple):
 
     kind: str
     text: str
+    is_unreadable: bool
+    """Stored with other settings: to others who use a pool, it may be of use."""
 
 
 class Seal:
@@ -135,9 +137,16 @@ class Seal:
     async def _remove(self, corrupt: Sequence[tuple[ChunkKey, _Fault]]) -> None:
         if not corrupt:
             return
+        if self._backend.capabilities().lengths is not None:
+            for key, fault in corrupt:
+                if fault.is_unreadable:
+                    self._warn(fault.kind, "chunk %s is a miss: it %s", key.hex()[:16], fault.text)
+            corrupt = [(key, fault) for key, fault in corrupt if not fault.is_unreadable]
         self.corrupt += len(corrupt)
         for key, fault in corrupt:
             self._warn(fault.kind, "deleting corrupt chunk %s: it %s", key.hex()[:16], fault.text)
+        if not corrupt:
+            return
         try:
             await self._backend.delete([key for key, _ in corrupt])
         except Exception as error:
@@ -154,5 +163,5 @@ def _fault(check: Callable[[], None]) -> _Fault | None:
     try:
         check()
     except CorruptChunk as error:  # It refers to memory that must not stay mapped.
-        return _Fault(error.kind, str(error))
+        return _Fault(error.kind, str(error), isinstance(error, UnreadableChunk))
     return None

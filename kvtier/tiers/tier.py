@@ -198,6 +198,7 @@ class Tier(Level):
             "error": self.breaker.error or self.unseen,
             "unseen_bytes": self.unseen_bytes,
             **({"codec": self.settings.codec["type"], "ratio": written.ratio} if written else {}),
+            **({"encrypted": True} if self.settings.encrypt else {}),
         }
 
     async def contact(self) -> None:

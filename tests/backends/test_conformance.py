@@ -11,7 +11,7 @@ from kvtier.backends.disk.backend import DiskBackend, DiskSettings, object_path
 from kvtier.memory.keys import ChunkKey
 from kvtier.settings import LocalTierSettings
 from kvtier.testing.backend import BackendConformance
-from tests.rigs.composed_backends import EncodedSuite, SealedSuite, TierSuite
+from tests.rigs.composed_backends import EncodedSuite, EncryptedSuite, SealedSuite, TierSuite
 
 CAPACITY = 256 << 20
 
@@ -80,6 +80,9 @@ class TestSealedDisk(SealedSuite, TestDisk): ...
 
 
 class TestEncodedDisk(EncodedSuite, TestDisk): ...
+
+
+class TestEncryptedDisk(EncryptedSuite, TestDisk): ...
 
 
 class TestDiskTier(TierSuite, TestDisk): ...

@@ -28,7 +28,7 @@ from kvtier.testing.backend import BackendConformance, blank, make_key, noise, s
 from kvtier.testing.servers import free_port
 from tests.rigs import chunks as rig
 from tests.rigs.chunks import FAILED, FULL, MISS, OK, blanks, chunks
-from tests.rigs.composed_backends import EncodedSuite, SealedSuite
+from tests.rigs.composed_backends import EncodedSuite, EncryptedSuite, SealedSuite
 from tests.rigs.open_files import open_files
 from tests.rigs.servers.infinistore import HOST, InfiniStoreServer
 from tests.rigs.servers.running import running
@@ -93,6 +93,10 @@ class TestSealedInfiniStore(SealedSuite, TestInfiniStore): ...
 
 
 class TestEncodedInfiniStore(EncodedSuite, TestInfiniStore): ...
+
+
+@pytest.mark.slow
+class TestEncryptedInfiniStore(EncryptedSuite, TestInfiniStore): ...
 
 
 @pytest.mark.skipif(not Path("/dev/infiniband").exists(), reason="no RDMA device")

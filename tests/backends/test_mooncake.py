@@ -12,7 +12,7 @@ from kvtier.backends.base import Backend
 from kvtier.backends.mooncake import MooncakeBackend, MooncakeSettings
 from kvtier.memory.keys import ChunkKey
 from kvtier.testing.backend import BackendConformance
-from tests.rigs.composed_backends import EncodedSuite
+from tests.rigs.composed_backends import EncodedSuite, EncryptedSuite
 from tests.rigs.servers.mooncake import MooncakeServer
 
 
@@ -40,4 +40,9 @@ class TestMooncake(BackendConformance):
         return self.server.corrupt(key)
 
 
+@pytest.mark.slow
 class TestEncodedMooncake(EncodedSuite, TestMooncake): ...
+
+
+@pytest.mark.slow
+class TestEncryptedMooncake(EncryptedSuite, TestMooncake): ...

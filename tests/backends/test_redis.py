@@ -12,7 +12,7 @@ from kvtier.backends.base import Backend
 from kvtier.memory.keys import ChunkKey
 from kvtier.testing.backend import BackendConformance
 from tests.rigs.certificates import make_certificate
-from tests.rigs.composed_backends import EncodedSuite, SealedSuite
+from tests.rigs.composed_backends import EncodedSuite, EncryptedSuite, SealedSuite
 from tests.rigs.redis_pool import backend_on
 from tests.rigs.servers.redis import RedisServer
 from tests.rigs.servers.valkey import ValkeyServer
@@ -52,6 +52,9 @@ class TestSealedRedis(SealedSuite, TestRedis): ...
 
 
 class TestEncodedRedis(EncodedSuite, TestRedis): ...
+
+
+class TestEncryptedRedis(EncryptedSuite, TestRedis): ...
 
 
 class TestRedisOverUnixSocket(TestRedis):

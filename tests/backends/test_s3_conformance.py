@@ -9,7 +9,7 @@ import pytest
 from kvtier.backends.base import Backend
 from kvtier.memory.keys import ChunkKey
 from kvtier.testing.backend import BackendConformance
-from tests.rigs.composed_backends import EncodedSuite
+from tests.rigs.composed_backends import EncodedSuite, EncryptedSuite
 from tests.rigs.s3_stores import make
 from tests.rigs.servers.s3 import BUCKET, S3Server
 
@@ -29,4 +29,9 @@ class TestS3(BackendConformance):
         return True
 
 
+@pytest.mark.slow
 class TestEncodedS3(EncodedSuite, TestS3): ...
+
+
+@pytest.mark.slow
+class TestEncryptedS3(EncryptedSuite, TestS3): ...

@@ -3,6 +3,9 @@ from __future__ import annotations
 import errno
 import json
 import os
+import signal
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +16,7 @@ from kvtier.cli import inspect, inspect_files
 from kvtier.memory.header import HEADER_BYTES, StoredHeader, object_bytes
 from kvtier.memory.keys import ChunkKey
 from kvtier.tiers.codec import CodecSettings
+from kvtier.tiers.encryption import Keys
 from kvtier.tiers.lossless import LosslessCodec
 
 from .conftest import Kvtier, fork, held, store
@@ -54,6 +58,7 @@ def test_ls_as_json(kvtier: Kvtier, folder: Path) -> None:
         "last_used": "2001-09-09T01:46:42+00:00",
         "payload_bytes": 5000,
         "codec": "identity",
+        "encrypted_with": None,
         "parent": "00" * 32,
         "namespace": "02" * 32,
     }
@@ -90,7 +95,7 @@ def test_verify_decodes(kvtier: Kvtier, folder: Path, encoded: Path) -> None:
     StoredHeader.seal(stored, header.chunk, header.codec, header.stored_bytes, checksum=True)
     encoded.write_bytes(stored)
     result = kvtier("inspect", "verify", folder)
-    assert result.exit_code == 1
+    assert result.status == 1
     assert "cannot be decoded" in result.output
     StoredHeader.seal(stored, header.chunk, 40_000, header.stored_bytes, checksum=True)
     encoded.write_bytes(stored)
@@ -255,3 +260,79 @@ def test_what_cannot_be_listed_is_named(
     assert result.status == status
     assert "0 chunks" in result.output  # All are in this folder.
     assert f"cannot read {lost}: Input/output error" in result.errors.replace("\n", "")
+
+
+@pytest.fixture
+def key_file(tmp_path: Path) -> Path:
+    file = tmp_path / "keys"
+    file.write_text(f"1 {'ab' * 32}")
+    file.chmod(0o600)
+    return file
+
+
+def payloads(folder: Path, keys: Keys) -> dict[str, bytes]:
+    """Return the decrypted payload of each chunk."""
+    found = {}
+    for file in chunks(folder):
+        stored = memoryview(bytearray(file.read_bytes()))
+        header = StoredHeader.verify(stored, ChunkKey(bytes.fromhex(file.stem)))
+        payload = stored[HEADER_BYTES : HEADER_BYTES + header.stored_bytes]
+        keys.decrypt(header, payload, payload)
+        found[file.stem] = bytes(payload)
+    return found
+
+
+def test_rekey(kvtier: Kvtier, folder: Path, key_file: Path) -> None:
+    """First what was not encrypted, then with a new key: each time the payload and the time of use remain."""
+    before = {file.stem: file.read_bytes()[HEADER_BYTES : HEADER_BYTES + 5000] for file in chunks(folder)}
+    used = [file.stat().st_mtime for file in chunks(folder)]
+    assert "3 chunks, 3 encrypted" in kvtier("inspect", "rekey", folder, "--key-file", key_file).output
+    assert payloads(folder, Keys.load(key_file, "here")) == before
+    assert "3 chunks, 0 encrypted" in kvtier("inspect", "rekey", folder, "--key-file", key_file).output
+    key_file.write_text(f"2 {'cd' * 32}\n{key_file.read_text()}")
+    assert "3 chunks, 3 encrypted" in kvtier("inspect", "rekey", folder, "--key-file", key_file).output
+    key_file.write_text(f"2 {'cd' * 32}")
+    assert payloads(folder, Keys.load(key_file, "here")) == before
+    assert [file.stat().st_mtime for file in chunks(folder)] == used
+    listed = json.loads(kvtier("inspect", "ls", folder, "--json").output)["listed"]
+    assert {facts["encrypted_with"] for facts in listed} == {2}
+    assert "0 corrupt" in kvtier("inspect", "verify", folder).output
+
+
+def test_rekey_without_the_old_key(kvtier: Kvtier, folder: Path, key_file: Path) -> None:
+    """What cannot be read is named, and stays as it is."""
+    kvtier("inspect", "rekey", folder, "--key-file", key_file)
+    before = [file.read_bytes() for file in chunks(folder)]
+    key_file.write_text(f"2 {'cd' * 32}")
+    result = kvtier("inspect", "rekey", folder, "--key-file", key_file)
+    assert result.status == 1
+    assert result.output.count("is encrypted with key 1, which the key file does not have") == 3
+    assert [file.read_bytes() for file in chunks(folder)] == before
+
+
+KILLED = """
+import os, signal, sys, anyio
+from pathlib import Path
+from kvtier.cli import inspect_files
+
+replace = Path.replace
+
+def replaced(path, target):
+    replace(path, target)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+Path.replace = replaced
+anyio.run(inspect_files.rekey, Path(sys.argv[1]), Path(sys.argv[2]), lambda done, total: None)
+"""
+
+
+def test_rekey_that_is_killed(kvtier: Kvtier, folder: Path, key_file: Path) -> None:
+    """Each file is the old one or the new one, and the next run changes the rest."""
+    before = {file.stem: file.read_bytes()[HEADER_BYTES : HEADER_BYTES + 5000] for file in chunks(folder)}
+    for _ in range(2):
+        command = [sys.executable, "-c", KILLED, str(folder), str(key_file)]
+        assert subprocess.run(command, timeout=TIMEOUT_SECONDS).returncode == -signal.SIGKILL
+    encrypted = [StoredHeader.parse(file.read_bytes()).encryption is not None for file in chunks(folder)]
+    assert encrypted.count(True) == 2
+    assert "3 chunks, 1 encrypted" in kvtier("inspect", "rekey", folder, "--key-file", key_file).output
+    assert payloads(folder, Keys.load(key_file, "here")) == before

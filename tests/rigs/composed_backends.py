@@ -18,6 +18,7 @@ from kvtier.testing.faults import WrapperBackend
 from kvtier.tiers.breaker import CircuitBreaker
 from kvtier.tiers.codec import CodecSettings
 from kvtier.tiers.encoded_seal import Codecs, EncodedSeal, Encoder, Layouts
+from kvtier.tiers.encryption import Keys
 from kvtier.tiers.lossless import LosslessCodec
 from kvtier.tiers.seal import Seal
 from kvtier.tiers.sealer import Sealer
@@ -68,6 +69,15 @@ class EncodedSuite(SealedSuite):
         return view
 
 
+class EncryptedSuite(EncodedSuite):
+    """Mixin of a conformance suite that encodes and encrypts what its backends store."""
+
+    keys = Keys({2: bytes(range(32)), 1: bytes(32)})
+
+    def make_backend(self, path: Path) -> Backend:
+        return EncodedBackend(super(SealedSuite, self).make_backend(path), self.catalog, self.keys)
+
+
 class SealedBackend(WrapperBackend, SupportsScan):
     """A backend behind a seal: puts and gets are chunk objects."""
 
@@ -113,14 +123,17 @@ class StoredLengths:
     def resize(self, key: ChunkKey, tier: int, length: int) -> None:
         self._lengths[key] = length
 
+    def tenant(self, key: ChunkKey) -> str:
+        return "" if key[0] % 2 else "team-a"
+
 
 class EncodedBackend(SealedBackend):
     """A backend behind a seal with the codec `lossless`."""
 
-    def __init__(self, inner: Backend, catalog: Any) -> None:
+    def __init__(self, inner: Backend, catalog: Any, keys: Keys | None = None) -> None:
         super().__init__(inner)
         codec = LosslessCodec(CodecSettings(type="lossless"))
-        encoder = Encoder(Codecs(codec, {}), Layouts(), checksum=True)
+        encoder = Encoder(Codecs(codec, {}), Layouts(), checksum=True, keys=keys)
         self.seal = EncodedSeal(inner, Sealer(), encoder, catalog, 1)
 
     async def put(self, items: Sequence[PutItem]) -> Sequence[Outcome]:
