@@ -76,15 +76,15 @@ async def measure(rate: float, kv: bytes, runs: int) -> dict[str, tuple[float, f
 
 
 def compared(without: list[float], encoded: list[float]) -> tuple[float, float, float, str]:
-    ratios = [slow / fast for slow, fast in zip(without, encoded, strict=True)]
-    medians = (1000 * statistics.median(each) for each in (without, encoded))
-    return (*medians, statistics.median(ratios), f"{min(ratios):.2f} to {max(ratios):.2f}")
+    ratios = [one / other for one, other in zip(without, encoded, strict=True)]
+    slow, fast = 1000 * statistics.median(without), 1000 * statistics.median(encoded)
+    return slow, fast, statistics.median(ratios), f"{min(ratios):.2f} to {max(ratios):.2f}"
 
 
 async def timed(pools: list[dict[str, Any]], kv: bytes, *, stores: bool) -> float:
     """Return the seconds until the pool has the KV, or until a cache that was empty has it."""
     memory = {"name": "ram", "type": "cpu", "capacity": 4 * len(kv)}
-    settings = Settings(tiers=[memory, *pools], prefetch={"policy": "wait"})
+    settings = Settings.model_validate({"tiers": [memory, *pools], "prefetch": {"policy": "wait"}})
     async with TieredCache.open(settings) as cache:
         model, tokens, out = (
             cache.model("llama", token_bytes=TOKEN_BYTES),

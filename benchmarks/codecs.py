@@ -231,11 +231,11 @@ def trained_model(seconds: int) -> LlamaForCausalLM:
     return model
 
 
-@torch.no_grad()
 def kv_of(model: LlamaForCausalLM) -> tuple[torch.Tensor, torch.Tensor]:
     """Return keys and values of text that the model does not know: layer, head, token, value."""
     _, text = corpus()
-    cache = model(input_ids=text[None, :TOKENS], use_cache=True).past_key_values
+    with torch.no_grad():
+        cache = model(input_ids=text[None, :TOKENS], use_cache=True).past_key_values
     keys, values = (
         torch.stack([getattr(layer, which)[0] for layer in cache.layers]) for which in ("keys", "values")
     )
@@ -247,7 +247,8 @@ def blocks_of(keys: torch.Tensor, values: torch.Tensor) -> bytes:
     both = torch.stack([keys, values], dim=1).view(torch.uint8)
     layers, two, heads, tokens, width = both.shape
     cut = both.reshape(layers, two, heads, tokens // CHUNK_TOKENS, -1, BLOCK_TOKENS, width)
-    return cut.permute(3, 0, 4, 1, 5, 2, 6).contiguous().numpy().tobytes()
+    payloads: bytes = cut.permute(3, 0, 4, 1, 5, 2, 6).contiguous().numpy().tobytes()
+    return payloads
 
 
 if __name__ == "__main__":
