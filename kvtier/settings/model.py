@@ -86,8 +86,8 @@ class EncryptSettings(SettingsModel):
     key_file: LocalPath = Field(
         description=(
             "File with a key on each line: its number and 64 hexadecimal digits, as `openssl rand -hex 32` "
-            "prints. The first encrypts, the others are for what was stored before. Only its owner may read "
-            "it."
+            "prints. The first encrypts, the others are for what was stored before. Others must not "
+            "be able to read it."
         ),
         examples=["/etc/kvtier/keys"],
     )

@@ -244,9 +244,12 @@ def test_key_files_that_are_none(tmp_path: Path, content: str, message: str) -> 
 def test_key_files_that_others_may_read(tmp_path: Path) -> None:
     file = tmp_path / "keys"
     file.write_text(f"1 {KEY}")
-    file.chmod(0o640)
-    with pytest.raises(TierError, match=r"others may read the key file .*: chmod 600"):
-        Keys.load(file, "tier 'ssd': encrypt")
+    for mode in (0o644, 0o620, 0o602):
+        file.chmod(mode)
+        with pytest.raises(TierError, match=r"others may read or change the key file .*: chmod 600"):
+            Keys.load(file, "tier 'ssd': encrypt")
+    file.chmod(0o440)
+    assert Keys.load(file, "tier 'ssd': encrypt").current == 1
     with pytest.raises(TierError, match="cannot read the key file"):
         Keys.load(tmp_path / "none", "tier 'ssd': encrypt")
 

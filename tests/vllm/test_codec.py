@@ -62,6 +62,32 @@ def test_from_disk_after_a_restart(
     assert cache.status()["tiers"][1]["error"] is None
 
 
+def test_from_an_encrypted_disk(
+    llama: Path, tmp_path: Path, make_cache: MakeCache, start: StartEngine, oracle: Oracle
+) -> None:
+    keys = tmp_path / "keys"
+    keys.write_text(f"1 {'5a' * 32}")
+    keys.chmod(0o600)
+    cache = make_cache(ssd={"codec": "lossless", "encrypt": {"key_file": str(keys)}}).start()
+    with start(llama, cache) as engine:
+        check_answers(engine, oracle, llama, PROMPTS, 0)
+        cache.wait_until_stored(len(PROMPTS) * WHOLE_CHUNKS)
+    cache.stop()
+    headers = [StoredHeader.parse(file.read_bytes()) for file in cache.disk.rglob("*.kv")]
+    assert headers
+    assert all(header.encryption is not None for header in headers)
+    keys.write_text(f"2 {'a5' * 32}\n{keys.read_text()}")
+    cache.start()
+    with start(llama, cache) as engine:
+        check_answers(engine, oracle, llama, PROMPTS, WHOLE_CHUNKS)
+    cache.stop()
+    keys.write_text(f"2 {'a5' * 32}")
+    cache.start()
+    with start(llama, cache) as engine:
+        check_answers(engine, oracle, llama, PROMPTS, 0)
+    assert "is encrypted with key 1, which the key file does not have" in cache.log.read_text()
+
+
 def test_from_a_pool_that_another_host_has_filled(
     llama: Path, tmp_path: Path, make_cache: MakeCache, start: StartEngine, oracle: Oracle
 ) -> None:
