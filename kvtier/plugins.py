@@ -168,14 +168,14 @@ class Plugins:
     def codecs(self, tier: TierSettings) -> Codecs | None:
         """Return the codec of a lower tier, and all others to read what it was stored with before.
 
-        ``None`` for a shared pool that stores chunks as they are.
+        ``None`` for memory and shared pools that store chunks as they are.
 
         Raises a :class:`pydantic.ValidationError` if the codec's settings are invalid.
         """
         from kvtier.tiers.encoded_seal import Codecs
 
         is_plain = tier.codec["type"] == IDENTITY and tier.encrypt is None
-        if is_plain and not isinstance(tier, LocalTierSettings):
+        if is_plain and (not isinstance(tier, LocalTierSettings) or is_memory(self.backend(tier.type))):
             return None
         own = self.codec(tier.codec["type"])
         known = {codec.code: codec for name, codec in self.all_codecs().items() if name != IDENTITY}

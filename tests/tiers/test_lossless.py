@@ -18,7 +18,10 @@ from kvtier.memory.header import HEADER_BYTES, ChunkHeader, StoredHeader, object
 from kvtier.testing.backend import make_key
 from kvtier.testing.codec import CodecConformance, chunk_of
 from kvtier.tiers.codec import CodecSettings
+from kvtier.tiers.encoded_seal import EncodedSeal
 from kvtier.tiers.lossless import LosslessCodec
+from kvtier.tiers.seal import Seal
+from kvtier.tiers.tier import Tier
 from tests.rigs.chunks import memory, opened
 from tests.rigs.composed_backends import EncodedBackend, StoredLengths
 from tests.rigs.servers.redis import RedisServer
@@ -142,6 +145,17 @@ async def test_disk_holds_more_and_returns_the_same(tmp_path: Path) -> None:
     assert await found({**disk, "codec": "lossless"}) == len(TOKENS)
     assert await found(disk) == len(TOKENS), "also after the codec was turned off"
     assert await found({**disk, "codec": "lossless"}) == len(TOKENS)
+
+
+@pytest.mark.anyio
+async def test_memory_below_memory_is_not_verified() -> None:
+    """What is encoded there is verified while it is decoded."""
+    below = {"type": "cpu", "capacity": "4MiB"}
+    for codec, expected in (("identity", Seal), ("lossless", EncodedSeal)):
+        async with TieredCache.open(settings({**below, "codec": codec})) as cache:
+            [tier] = cache.tiers[1:]
+            assert isinstance(tier, Tier)
+            assert type(tier.seal) is expected
 
 
 @pytest.mark.anyio
