@@ -146,8 +146,9 @@ def _curve(curve: TierCurve, changes: Sequence[Change]) -> Table:
         today = point.capacity_bytes == curve.capacity_bytes
         _add_row(rows, point, f"today, policy {curve.policy}" if today else "")
     for change in changes:
-        if change.tier == curve.tier and change.policy is not None:
-            _add_row(rows, Point(curve.capacity_bytes, change.hit_rate), f"policy {change.policy}")
+        if change.tier == curve.tier and change.capacity_bytes is None:
+            changed = f"policy {change.policy}" if change.codec is None else f"codec {change.codec}"
+            _add_row(rows, Point(curve.capacity_bytes, change.hit_rate), changed)
     return rows
 
 

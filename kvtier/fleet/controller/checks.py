@@ -96,9 +96,9 @@ def check_what_if(report: WhatIfReport, tiers: Sequence[str]) -> None:
             f"{where} has {most} capacities of a tier and {len(changes)} changes, "
             f"more than {MAX_POINTS} or {MAX_CHANGES}"
         )
-    policies = [change.policy for change in changes if change.policy is not None]
+    names = [name for change in changes for name in (change.policy, change.codec) if name is not None]
     stopped = [report.stopped] if report.stopped else []
-    _check_texts(where, [*policies, *stopped, *(curve.policy for curve in curves)])
+    _check_texts(where, [*names, *stopped, *(curve.policy for curve in curves)])
 
 
 def check_models(models: Sequence[Model]) -> None:

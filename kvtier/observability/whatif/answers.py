@@ -17,6 +17,8 @@ POINTS = [2.0 ** (half / 2) for half in range(-8, 5)]
 """The capacities of a curve from reuse distances, as multiples of today's: 1/16 to 4."""
 CHANGES = (0.5, 1.5, 2.0)
 """The capacities that are suggested."""
+IDENTITY, LOSSLESS, LOSSLESS_RATIO = "identity", "lossless", 1.4
+"""Tiers without a codec would hold so many times as much of bfloat16 with one: docs/codecs.md."""
 QUARTERS = (0.125, 0.375, 0.625, 0.875)
 """How far a tier has filled up since the last eviction."""
 ALMOST = 0.005
@@ -73,6 +75,9 @@ def _curves_and_changes(estimate: Estimate, now: float) -> tuple[list[TierCurve]
         for factor in CHANGES:
             rate = rates(factor)[0]
             changes.append(Change(tier.name, round(factor * tier.capacity), None, rate, rate - today, None))
+        if at > 0 and tier.codec["type"] == IDENTITY:
+            rate = rates(LOSSLESS_RATIO)[0]
+            changes.append(Change(tier.name, None, None, rate, rate - today, None, LOSSLESS))
         for policy, gained in _policies(estimate, at):
             rate = min(1.0, max(0.0, today + gained))
             changes.append(Change(tier.name, None, policy, rate, rate - today, None))

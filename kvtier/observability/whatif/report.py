@@ -56,7 +56,7 @@ class TierCurve(_Documented):
 
 @dataclass(frozen=True)
 class Change(_Documented):
-    """One change of the settings, and what it would bring. Either a capacity or a policy changes."""
+    """One change of the settings, and what it would bring: a capacity, a policy or a codec changes."""
 
     tier: str
     capacity_bytes: Count | None
@@ -68,6 +68,8 @@ class Change(_Documented):
     """Hit rate minus that of today, both estimated; may be negative."""
     gpu_seconds_a_day: Annotated[float, Meta(ge=-MAX_COUNT, le=MAX_COUNT)] | None
     """Prefill that the engines would not do; unknown as long as the speed of prefill is."""
+    codec: str | None = None
+    """The codec of the tier, if it had one that makes KV of bfloat16 as small as it usually does."""
 
 
 @dataclass(frozen=True)

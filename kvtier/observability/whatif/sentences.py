@@ -74,6 +74,8 @@ def sentence(change: Change, report: Report) -> str:
         effect += f", {_points(fast)} points of hits in {change.tier} or faster"
     if change.policy is not None:
         return f"{change.tier} with policy {change.policy}: {effect}"
+    if change.codec is not None:
+        return f"{change.tier} with codec {change.codec}, if its KV is bfloat16: {effect}"
     capacity = change.capacity_bytes or 0
     curve = _curve_of(change, report)
     if curve is None:

@@ -52,6 +52,7 @@ async def test_report_is_returned_with_its_sentences(controller: RunningControll
             "hit_rate": 0.63,
             "gained": 0.03,
             "gpu_seconds_a_day": 797.0,
+            "codec": None,
         }
         assert WhatIfAnswer.model_validate(described).report == REPORT
     assert (await controller.client.get("/instances/z/whatif")).status_code == 404
@@ -74,6 +75,7 @@ INVALID = {
     "too many changes": (replace(REPORT, changes=[REPORT.changes[0]] * (MAX_CHANGES + 1)), "513 changes"),
     "policy of a tier": (with_ram(policy="<b>\n"), "not printable"),
     "policy of a change": (with_change(policy="p" * 300), "longer than 256"),
+    "codec of a change": (with_change(codec="<b>\n"), "not printable"),
     "capacity": (with_ram(capacity_bytes=-1), "`int` >= 0 - at `$[1].tiers[0].capacity_bytes`"),
     "useful": (with_ram(useful_bytes=-2), "tiers[0].useful_bytes"),
     "point": (with_ram(points=[Point(-3, 0.5)]), "tiers[0].points[0].capacity_bytes"),

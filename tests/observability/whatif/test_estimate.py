@@ -58,6 +58,21 @@ def test_without_sampling_the_hit_rate_of_a_tier_is_that_of_the_cache(
     assert estimated(estimate, 0, factor) == pytest.approx(real, abs=0.001 if watermarks is FULL else 0.01)
 
 
+def test_what_a_codec_would_bring() -> None:
+    """Of a tier that has none, and is not the one that engines copy from."""
+    estimate = estimate_of(settings_of({"chunks": 50, **FULL}, {"chunks": 250, **FULL}))
+    observe(estimate, PROMPTS)
+    [change] = [change for change in report_of(estimate).changes if change.codec is not None]
+    assert (change.tier, change.codec) == ("t1", "lossless")
+    real = real_hit_rate(settings_of({"chunks": 50, **FULL}, {"chunks": 350, **FULL}), PROMPTS)
+    assert change.hit_rate == pytest.approx(real, abs=0.025)
+    assert change.gained == pytest.approx(change.hit_rate - estimated(estimate, 1, 1.0))
+    assert change.gained > 0.05
+    estimate = estimate_of(settings_of({"chunks": 50}, {"chunks": 250, "codec": "lossless"}))
+    observe(estimate, PROMPTS)
+    assert not [change for change in report_of(estimate).changes if change.codec is not None]
+
+
 @pytest.mark.parametrize("chunks", [150, 600])
 def test_tier_that_gets_every_chunk_includes_the_faster_ones(chunks: int) -> None:
     """The first tier changes nothing but where chunks are found, unless it is the larger one."""

@@ -86,6 +86,10 @@ def ram(capacity: int, gained: float, seconds: float | None) -> Change:
         (ram(200, 0.001, 60.0), "+100GiB of ram: +0.1 points, saves 1 GPU minute a day"),
         (ram(200, 0.001, 0.5), "+100GiB of ram: +0.1 points, saves 0.5 GPU seconds a day"),
         (ram(200, 0.3, 4e6), "+100GiB of ram: +30.0 points, saves 1,111 GPU hours a day"),
+        (
+            Change("ssd", None, None, 0.63, 0.03, None, "lossless"),
+            "ssd with codec lossless, if its KV is bfloat16: +3.0 points",
+        ),
         (Change("gone", 200 * GIB, None, 0.7, 0.1, None), "gone of 200GiB: +10.0 points"),
     ],
 )
