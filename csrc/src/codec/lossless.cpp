@@ -73,7 +73,6 @@ Counts count_symbols(const std::uint8_t* plane, std::size_t count) {
         }
     }
     Counts sums;
-#pragma GCC ivdep
     for (std::size_t symbol = 0; symbol < 256; ++symbol) {
         sums[symbol] = counts[0][symbol] + counts[1][symbol] + counts[2][symbol] + counts[3][symbol];
     }
