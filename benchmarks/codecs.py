@@ -42,7 +42,7 @@ TYPES = {
     "fp8 e5m2": torch.float8_e5m2,
 }
 REPEATED = 8
-"""Times that the KV is encoded in a row, so that it is no longer in the caches when it is decoded."""
+"""Copies of the KV that are encoded in a row: more than the caches hold when it is decoded."""
 
 
 class Compressor(NamedTuple):

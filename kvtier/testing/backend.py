@@ -161,10 +161,10 @@ class BackendConformance:
         await backend.delete([])
 
     async def test_lengths(self, backend: Backend) -> None:
-        """A shared pool that has this capability tells the length of what it holds, and 0 otherwise."""
+        """A shared pool that has this capability returns the length of what it holds, and 0 otherwise."""
         lengths = backend.capabilities().lengths
         if lengths is None:
-            pytest.skip("the backend does not tell lengths")
+            pytest.skip("the backend does not return lengths")
         keys, sizes = [make_key(number) for number in range(5)], [1, 4000, 5000, MIB]
         for key, size in zip(keys, sizes, strict=False):
             await self.store(backend, [key], size)

@@ -205,7 +205,7 @@ class Written:
 
     @property
     def ratio(self) -> float:
-        """How many times fewer bytes were stored; 1.0 as long as there are none."""
+        """How many times fewer bytes were stored; 1.0 before the first."""
         return self.chunk_bytes / self.stored_bytes if self.stored_bytes else 1.0
 
 

@@ -107,7 +107,7 @@ async def test_each_object_has_a_key_of_its_own() -> None:
 
 @pytest.mark.parametrize("codec", [IdentityCodec, LosslessCodec])
 async def test_a_changed_byte_is_a_miss(codec: type[Codec]) -> None:
-    """Checksums are not what finds it: whoever changes a byte can compute them again."""
+    """Checksums are not what finds it: they can be computed again after a change."""
     inner, catalog, item = memory(), Tenants(), chunk(1)
     async with opened(inner):
         seal = sealed(inner, Keys({1: ONE}), catalog, codec)
@@ -206,7 +206,7 @@ async def test_with_another_key_or_none_a_pool_keeps_it(
 
 
 async def test_what_is_not_encrypted_is_not_accepted() -> None:
-    """Nobody can put it there without the key."""
+    """It can be written without the key."""
     inner, catalog, item = memory(), Tenants(), chunk(1)
     async with opened(inner):
         for codec in (IdentityCodec, LosslessCodec):

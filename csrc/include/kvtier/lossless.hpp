@@ -1,4 +1,4 @@
-// A lossless codec for the values of tensors: bfloat16, float16, float32 and float8, without being told which.
+// A lossless codec for the values of tensors: bfloat16, float16, float32 and float8, of unknown type.
 //
 // Exponents take few values, signs and mantissas all. So bytes are divided into four planes, and a plane of few symbols
 // is stored with 1 to 7 bits for each: the last code is an escape, whose symbol follows. Planes that gain nothing are
@@ -24,7 +24,7 @@ std::size_t max_encoded(std::size_t length);
 std::size_t encode(std::span<const std::uint8_t> source, std::span<std::uint8_t> target, const Kernels& kernels);
 
 // Decode `source` into `target`. Throws std::invalid_argument, having written a part of `target`, unless it was encoded
-// from as many bytes. Neither reads nor writes anything else, whatever it is given.
+// from as many bytes. Neither reads nor writes anything else, for any input.
 void decode(std::span<const std::uint8_t> source, std::span<std::uint8_t> target, const Kernels& kernels);
 
 }  // namespace kvtier::codec

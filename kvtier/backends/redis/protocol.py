@@ -206,7 +206,7 @@ class Commands:
         return _integer_replies(_pipeline(self._exists, keys), len(keys), bool)
 
     def lengths(self, keys: Sequence[ChunkKey]) -> Exchange[int]:
-        """Query how long each value is; 0 if there is none."""
+        """Query the length of each value; 0 without one."""
 
         def answers(connection: Connection, progress: Progress) -> Iterator[int | ErrorReply]:
             _raise_if_not_sent(connection, progress)

@@ -71,7 +71,7 @@ class ChunkStore:
             raise TierError(f"tier {settings.name!r}: {found}", remedy) from None
 
     def length(self, key: ChunkKey) -> int:
-        """Return how long the key's object is; 0 if there is none."""
+        """Return the length of the key's object; 0 without one."""
         try:
             size: int = self._store.head(key.hex())["size"]
         except FileNotFoundError:

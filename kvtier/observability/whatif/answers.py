@@ -18,7 +18,7 @@ POINTS = [2.0 ** (half / 2) for half in range(-8, 5)]
 CHANGES = (0.5, 1.5, 2.0)
 """The capacities that are suggested."""
 IDENTITY, LOSSLESS, LOSSLESS_RATIO = "identity", "lossless", 1.4
-"""Tiers without a codec would hold so many times as much of bfloat16 with one: docs/codecs.md."""
+"""With this codec, a tier holds 1.4 times as much KV of bfloat16: docs/codecs.md."""
 QUARTERS = (0.125, 0.375, 0.625, 0.875)
 """How far a tier has filled up since the last eviction."""
 ALMOST = 0.005
