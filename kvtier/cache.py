@@ -187,7 +187,7 @@ class TieredCache:
         media = [(tier, plugins.backend(tier.type)(tier)) for tier in plugins.tier_settings(settings)]
         check_memory([tier for tier, backend in media if is_memory(type(backend)) or tmpfs_bytes(tier)])
         media += pools
-        codecs = [None, *(plugins.codecs(tier) for tier, _ in media[1:])]
+        codecs = [None, *(plugins.codecs(tier, backend) for tier, backend in media[1:])]
         encoded = [index for index, found in enumerate(codecs) if found is not None]
         tenants = configured_tenants(settings)
         policies = [shared_policy(plugins.policy, tier, settings, tenants) for tier, _ in media]

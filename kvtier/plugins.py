@@ -165,7 +165,7 @@ class Plugins:
         """Return a codec by name. Raises :class:`SettingsError`, which lists the known ones."""
         return self._find("kvtier_codecs", name, "codec")
 
-    def codecs(self, tier: TierSettings) -> Codecs | None:
+    def codecs(self, tier: TierSettings, backend: Backend) -> Codecs | None:
         """Return the codec of a lower tier, and all others to read what it was stored with before.
 
         ``None`` for memory and shared pools that store chunks as they are.
@@ -175,7 +175,7 @@ class Plugins:
         from kvtier.tiers.encoded_seal import Codecs
 
         is_plain = tier.codec["type"] == IDENTITY and tier.encrypt is None
-        if is_plain and (not isinstance(tier, LocalTierSettings) or is_memory(self.backend(tier.type))):
+        if is_plain and (not isinstance(tier, LocalTierSettings) or is_memory(type(backend))):
             return None
         own = self.codec(tier.codec["type"])
         known = {codec.code: codec for name, codec in self.all_codecs().items() if name != IDENTITY}
