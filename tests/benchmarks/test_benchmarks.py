@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from ctypes.util import find_library
@@ -25,12 +26,16 @@ LIMIT_SECONDS, ENGINES_SECONDS = 280, 900
 LMCACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "kvtier"
 
 
-def may_mount() -> bool:
-    """Return whether a folder can be mounted with FUSE."""
+def is_admin() -> bool:
+    """Return whether folders can be mounted, and namespaces be created."""
     capabilities = re.search(r"^CapEff:\t(\w+)$", Path("/proc/self/status").read_text(), re.MULTILINE)
     assert capabilities is not None
-    admin = int(capabilities[1], 16) >> CAP_SYS_ADMIN & 1
-    return bool(admin) and os.access("/dev/fuse", os.W_OK) and find_library("fuse3") is not None
+    return bool(int(capabilities[1], 16) >> CAP_SYS_ADMIN & 1)
+
+
+def may_mount() -> bool:
+    """Return whether a folder can be mounted with FUSE."""
+    return is_admin() and os.access("/dev/fuse", os.W_OK) and find_library("fuse3") is not None
 
 
 NAMES = sorted(
@@ -49,6 +54,10 @@ OPTIONS = {
 }
 NEEDS = {
     "compare": (any(LMCACHE.glob("lmcache-*/installed")), "python -m benchmarks.compare installs LMCache"),
+    "codec_links": (
+        is_admin() and all(map(shutil.which, ("ip", "tc", "redis-server"))) and find_spec("vllm") is not None,
+        "needs vLLM, ip, tc, redis-server and permission to create a network namespace",
+    ),
     "faults": (may_mount(), "needs /dev/fuse, libfuse 3 and permission to mount"),
     "gpu": (not cuda_problem(), "needs a GPU"),
     "gpu_engine": (not cuda_problem(), "needs a GPU"),
@@ -56,7 +65,7 @@ NEEDS = {
     "pools": (RedisServer.missing() is None, str(RedisServer.missing())),
     **{
         name: (find_spec("vllm") is not None, "needs vLLM")
-        for name in ("cold_loads", "kv_events", "load_or_compute", "steps")
+        for name in ("codecs", "cold_loads", "kv_events", "load_or_compute", "steps")
     },
 }
 ENGINES = (
@@ -83,6 +92,8 @@ SLOW = (
 ROWS = {
     "busy": ["first load from disk", "lookup of 32,768 tokens", "retrieve 8 MiB", "loop blocked, wall, p99"],
     "catalog": ["add a chunk", "prefix of 128 chunks", "the 1024 coldest"],
+    "codec_links": ["25 Gb/s, stored", "25 Gb/s, retrieved"],
+    "codecs": ["bfloat16", "float32", "fp8 e5m2"],
     "controller": ["lookups/s, known keys", "POST /lookup", "from another process", "bytes per key"],
     "controller_failover": ["none", "leader killed"],
     "controller_instances": ["all connected", "GET /instances", "all back after"],
