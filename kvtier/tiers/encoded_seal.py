@@ -294,8 +294,11 @@ class EncodedSeal(Seal):
         if (pool := self._backend.capabilities().lengths) is None:
             return [self._catalog.stored_length(key, self._tier, len(view)) for key, view in items]
         held = await pool.lengths([key for key, _ in items])
-        # What is not held or longer than the chunk is a miss of its length.
-        return [min(length or len(view), len(view)) for length, (_, view) in zip(held, items, strict=True)]
+        # What is not held, or has a length that it cannot have, is a miss of the chunk's own length.
+        return [
+            length if 0 < length <= len(view) else len(view)
+            for length, (_, view) in zip(held, items, strict=True)
+        ]
 
     def _decode(self, read: _Read, hashed: bool) -> None:
         if read.encoded is None:

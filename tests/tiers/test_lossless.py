@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +13,12 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
 from kvtier import Settings, TieredCache, native
-from kvtier.backends.base import Outcome
+from kvtier.backends.base import Capabilities, Outcome
 from kvtier.memory.header import HEADER_BYTES, ChunkHeader, StoredHeader, object_bytes
+from kvtier.memory.keys import ChunkKey
 from kvtier.testing.backend import make_key
 from kvtier.testing.codec import CodecConformance, chunk_of
+from kvtier.testing.faults import WrapperBackend
 from kvtier.tiers.codec import CodecSettings
 from kvtier.tiers.encoded_seal import EncodedSeal
 from kvtier.tiers.lossless import LosslessCodec
@@ -187,3 +189,29 @@ async def test_without_the_native_core_chunks_are_stored_as_they_are(
     assert await stored(disk) >= len(KV)
     assert "codec 1 cannot encode a chunk: OSError('needs the native core" in caplog.text
     assert await found(disk) == len(TOKENS)
+
+
+class Lengths(WrapperBackend):
+    """A pool whose lengths are not to be trusted."""
+
+    length = 0
+
+    async def lengths(self, keys: Sequence[ChunkKey]) -> Sequence[int]:
+        return [self.length] * len(keys)
+
+    def capabilities(self) -> Capabilities:
+        return super().capabilities()._replace(lengths=self)
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("length", [-1, 0, 1, 4096, 1 << 62])
+async def test_lengths_of_a_pool_are_not_trusted(length: int) -> None:
+    payload = HALVES["bfloat16"][:20_000]
+    key, view = make_key(1), memoryview(bytearray(object_bytes(len(payload))))
+    view[HEADER_BYTES : HEADER_BYTES + len(payload)] = payload
+    view[:HEADER_BYTES] = ChunkHeader(key, make_key(0), bytes(32), len(payload)).packed()
+    pool = Lengths(memory())
+    async with opened(EncodedBackend(pool, StoredLengths())) as backend:
+        assert list(await backend.put([(key, view)])) == [Outcome.OK]
+        pool.length = length
+        assert list(await backend.get([(key, memoryview(bytearray(len(view))))])) == [Outcome.MISS]
