@@ -112,7 +112,10 @@ def _tiers(tiers: list[Report]) -> Table:
 
 
 def _encoding(tier: Report) -> str:
-    return f" ({escape(tier['codec'])} {tier['ratio']:.2f})" if "codec" in tier else ""
+    """Return how a tier stores chunks, if not as they are: `` (lossless 1.41, encrypted)``."""
+    notes = [f"{tier['codec']} {tier['ratio']:.2f}"] if tier.get("codec", "identity") != "identity" else []
+    notes += ["encrypted"] if tier.get("encrypted") else []
+    return f" ({escape(', '.join(notes))})" if notes else ""
 
 
 def _engines(engines: list[Report]) -> Table:

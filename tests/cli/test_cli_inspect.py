@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from kvtier.backends.disk.backend import object_path
-from kvtier.cli import inspect, inspect_files
+from kvtier.cli import cache_process, inspect, inspect_files
 from kvtier.memory.header import HEADER_BYTES, StoredHeader, object_bytes
 from kvtier.memory.keys import ChunkKey
 from kvtier.tiers.codec import CodecSettings
@@ -336,3 +336,16 @@ def test_rekey_that_is_killed(kvtier: Kvtier, folder: Path, key_file: Path) -> N
     assert encrypted.count(True) == 2
     assert "3 chunks, 1 encrypted" in kvtier("inspect", "rekey", folder, "--key-file", key_file).output
     assert payloads(folder, Keys.load(key_file, "here")) == before
+
+
+@pytest.mark.parametrize(
+    ("tier", "shown"),
+    [
+        ({}, ""),
+        ({"codec": "lossless", "ratio": 1.414}, " (lossless 1.41)"),
+        ({"codec": "identity", "ratio": 1.0, "encrypted": True}, " (encrypted)"),
+        ({"codec": "lossless", "ratio": 1.414, "encrypted": True}, " (lossless 1.41, encrypted)"),
+    ],
+)
+def test_status_shows_how_a_tier_stores(tier: dict[str, Any], shown: str) -> None:
+    assert cache_process._encoding(tier) == shown
