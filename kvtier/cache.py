@@ -46,6 +46,7 @@ from kvtier.pipeline.ahead import prefetch_ahead
 from kvtier.pipeline.allocate import Allocator
 from kvtier.pipeline.clear import Cleared, ClearStage
 from kvtier.pipeline.discover import DiscoverStage
+from kvtier.pipeline.encode import EncodeStage
 from kvtier.pipeline.evict import EvictStage
 from kvtier.pipeline.expect import ExpectStage
 from kvtier.pipeline.explain import MissStage
@@ -126,6 +127,7 @@ class TieredCache:
         self._writer = Writer(hierarchy, self._reader, queue_bytes)
         self._evicting = EvictStage(hierarchy, self._allocator, self._writer)
         self._storing = StoreStage(hierarchy, self._allocator, self._writer)
+        self._encoding = EncodeStage(hierarchy, self._reader)
         self._holding = HeldStage(hierarchy, self._writer)
         self._expiry = TtlExpiry(hierarchy)
         self._clearing = ClearStage(hierarchy, self._writer)
@@ -243,6 +245,8 @@ class TieredCache:
             tasks.start_soon(tier.contact)
             tasks.start_soon(self._holding.find_unseen, tier)
             tasks.start_soon(self._holding.forget_lost, tier)
+            if tier.has_codec and not tier.shared:
+                tasks.start_soon(self._encoding.run, tier)
 
     async def _check_room(self) -> None:
         """Find whether the disks have room for what the tiers may still store."""

@@ -55,6 +55,10 @@ class Evict(Event):
     tier: int
 
 
+class Encode(Event):
+    """Encode chunks that a tier holds as they are, while nobody waits for it."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Move(Event):
     """Move chunks from tier ``source`` to tier ``target``; with ``copy`` the source keeps them."""

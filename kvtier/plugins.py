@@ -44,6 +44,8 @@ MAX_CODE = 65_535
 """Maximum code of a codec: it has two bytes in a header."""
 IDENTITY = "identity"
 """The codec that stores chunks as they are."""
+AUTO, LOSSLESS = "auto", "lossless"
+"""The choice by measurement, between that and this codec: see :mod:`kvtier.tiers.codec_choice`."""
 BUILT_IN_MODULES = ("kvtier.backends", "kvtier.catalog", "kvtier.tiers", "kvtier.transports")
 
 _PROVIDING_HOOKS = ("kvtier_backends", "kvtier_transports", "kvtier_eviction_policies", "kvtier_codecs")
@@ -162,8 +164,11 @@ class Plugins:
         return self._find("kvtier_eviction_policies", name, "eviction policy")
 
     def codec(self, name: str) -> type[Codec]:
-        """Return a codec by name. Raises :class:`SettingsError`, which lists the known ones."""
-        return self._find("kvtier_codecs", name, "codec")
+        """Return a codec by name, or the one that `auto` uses while it pays.
+
+        Raises :class:`SettingsError`, which lists the known ones.
+        """
+        return self._find("kvtier_codecs", LOSSLESS if name == AUTO else name, "codec", AUTO)
 
     def codecs(self, tier: TierSettings, backend: Backend) -> Codecs | None:
         """Return the codec of a lower tier, and all others to read what it was stored with before.
@@ -174,12 +179,13 @@ class Plugins:
         """
         from kvtier.tiers.encoded_seal import Codecs
 
-        is_plain = tier.codec["type"] == IDENTITY and tier.encrypt is None
+        name = tier.codec["type"]
+        is_plain = name == IDENTITY and tier.encrypt is None
         if is_plain and (not isinstance(tier, LocalTierSettings) or is_memory(type(backend))):
             return None
-        own = self.codec(tier.codec["type"])
-        known = {codec.code: codec for name, codec in self.all_codecs().items() if name != IDENTITY}
-        return Codecs(own(own.settings_type.model_validate(tier.codec)), known)
+        own = self.codec(name)
+        known = {codec.code: codec for other, codec in self.all_codecs().items() if other != IDENTITY}
+        return Codecs(own(own.settings_type.model_validate(tier.codec)), known, measured=name == AUTO)
 
     def all_codecs(self) -> dict[str, Codec]:
         """Return each codec by name, with its default settings, to read with."""
@@ -199,10 +205,10 @@ class Plugins:
         """Return the settings of a tier's eviction policy. Raises like :meth:`policy`."""
         return self.eviction(tier.eviction["type"]).settings_type.model_validate(tier.eviction)
 
-    def _find(self, hook: str, name: str, what: str) -> type:
+    def _find(self, hook: str, name: str, what: str, *others: str) -> type:
         provided = self._provided[hook]
         if name not in provided:
-            known = ", ".join(provided) or "none"
+            known = ", ".join([*others, *provided]) or "none"
             raise SettingsError(
                 f"unknown {what} {reprlib.repr(name)}: use one of {known}, or install and load the plugin "
                 "that provides it (`kvtier plugins` lists the loaded ones)"

@@ -114,6 +114,7 @@ def _tiers(tiers: list[Report]) -> Table:
 def _encoding(tier: Report) -> str:
     """Return how a tier stores chunks, if not as they are: `` (lossless 1.41, encrypted)``."""
     notes = [f"{tier['codec']} {tier['ratio']:.2f}"] if tier.get("codec", "identity") != "identity" else []
+    notes += ["now as they are"] if tier.get("encodes") is False else []
     notes += ["encrypted"] if tier.get("encrypted") else []
     return f" ({escape(', '.join(notes))})" if notes else ""
 

@@ -10,7 +10,7 @@ from typing import Any, Literal, Union, get_args, get_origin
 from pydantic import BaseModel, BeforeValidator, SecretStr
 from pydantic.fields import FieldInfo
 
-from kvtier.plugins import Plugins
+from kvtier.plugins import AUTO, Plugins
 from kvtier.settings.model import LocalTierSettings, Settings, TierSettings
 from kvtier.settings.sources import nested_model, variable_name
 from kvtier.settings.values import parse_choice
@@ -58,7 +58,7 @@ def json_schema(plugins: Plugins) -> dict[str, Any]:
         tier["properties"]["type"]["const"] = type_name
         if issubclass(model, LocalTierSettings):
             _name_choices(tier["properties"], "eviction", plugins.names("kvtier_eviction_policies"))
-            _name_choices(tier["properties"], "codec", plugins.names("kvtier_codecs"))
+        _name_choices(tier["properties"], "codec", [*plugins.names("kvtier_codecs"), AUTO])
         definitions[f"tier_{type_name}"] = tier
         names.append(f"tier_{type_name}")
     schema["properties"]["tiers"]["items"] = {"anyOf": [{"$ref": f"#/$defs/{name}"} for name in names]}

@@ -172,6 +172,12 @@ class CacheMetrics(Collector):
         text = "The same, as they were stored."
         after = [(name, of.stored_bytes) for name, of in written]
         yield counter("tier_encoded_stored_bytes", text, after, "tier")
+        text = "Whether a tier with `codec: auto` encodes what is written now."
+        chosen = [((tier.name,), tier.choice) for tier in tiers if tier.choice is not None]
+        yield gauge("tier_encodes", text, [(name, choice.encodes) for name, choice in chosen], "tier")
+        text = "How many times as fast it reads encoded chunks as others, as measured."
+        gains = [(name, choice.gain) for name, choice in chosen if choice.gain is not None]
+        yield gauge("tier_codec_gain", text, gains, "tier")
         text = "0 while a tier's circuit breaker is open."
         yield gauge("tier_available", text, by_tier(lambda tier: tier.available), "tier")
         text = "How often a tier's circuit breaker opened."

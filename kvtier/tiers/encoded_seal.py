@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import logging
 import mmap
-from collections.abc import Iterator, Mapping, Sequence
+import time
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
@@ -21,8 +23,10 @@ from kvtier.memory.keys import ChunkKey
 from kvtier.memory.layout import ChunkLayout
 from kvtier.settings import TierSettings
 from kvtier.tiers.codec import Codec, CodecSettings, IdentityCodec
+from kvtier.tiers.codec_choice import CodecChoice
 from kvtier.tiers.seal import PARTS_AT_ONCE, Seal
 from kvtier.tiers.sealer import Sealer
+from kvtier.tiers.throughput import Throughput
 
 if TYPE_CHECKING:
     from kvtier.tiers.encryption import Keys
@@ -61,6 +65,8 @@ class Codecs(NamedTuple):
     own: Codec
     known: Mapping[int, Codec]
     """By code. Chunks of earlier settings may have another codec than the tier's."""
+    measured: bool = False
+    """Whether chunks are encoded only while that pays."""
 
 
 def keys_of(tier: TierSettings) -> Keys | None:
@@ -85,6 +91,7 @@ class Encoder:
     def __init__(self, codecs: Codecs, layouts: Layouts, *, checksum: bool, keys: Keys | None = None) -> None:
         """``keys``: to encrypt with; nothing else is decoded then."""
         self.keys = keys
+        self.measured = codecs.measured
         self._codec = codecs.own
         self._known = {**codecs.known, codecs.own.code: codecs.own}
         self._layouts = layouts
@@ -95,7 +102,12 @@ class Encoder:
     @property
     def encodes(self) -> bool:
         """Whether it does not only decode what the tier holds from earlier settings."""
-        return self._codec.code != IDENTITY or self.keys is not None
+        return self.has_codec or self.keys is not None
+
+    @property
+    def has_codec(self) -> bool:
+        """Whether it may make chunks smaller."""
+        return self._codec.code != IDENTITY
 
     def knows(self, code: int) -> bool:
         """Whether payloads with this code can be decoded."""
@@ -107,13 +119,21 @@ class Encoder:
         return object_bytes(max(header.payload_bytes, self._codec.max_encoded_bytes(header, layout)))
 
     def encode(
-        self, header: ChunkHeader, chunk: memoryview, target: memoryview, tenant: bytes = b""
+        self,
+        header: ChunkHeader,
+        chunk: memoryview,
+        target: memoryview,
+        tenant: bytes = b"",
+        *,
+        smaller: bool = True,
     ) -> memoryview | None:
         """Encode, encrypt and seal a chunk object of a tenant. Return the part of ``target`` to store.
 
-        ``None`` if it would be hardly smaller, or cannot be encoded: it is then stored as it is.
+        ``None`` if it would be hardly smaller, or cannot be encoded: it is then stored as it is. Unless
+        ``smaller``, it is only encrypted.
         """
-        codec, stored_bytes = self._codec.code, self._encode(header, chunk, target)
+        codec = self._codec.code
+        stored_bytes = self.encode_payload(header, chunk, target) if smaller else None
         source = target[HEADER_BYTES:]
         if stored_bytes is None:
             if self.keys is None:
@@ -129,9 +149,9 @@ class Encoder:
         StoredHeader.seal(stored, header, codec, stored_bytes, checksum=self._checksum, encryption=encryption)
         return stored
 
-    def _encode(self, header: ChunkHeader, chunk: memoryview, target: memoryview) -> int | None:
+    def encode_payload(self, header: ChunkHeader, chunk: memoryview, target: memoryview) -> int | None:
         """Encode a payload. Return its length, or ``None`` if it is to be stored as it is."""
-        if self._codec.code == IDENTITY:
+        if not self.has_codec:
             return None
         layout, payload = self._layouts.get(header.namespace), _payload(chunk, header.payload_bytes)
         try:
@@ -145,6 +165,13 @@ class Encoder:
         if object_bytes(stored_bytes) > (1 - MIN_GAIN) * len(chunk):
             return None
         return stored_bytes
+
+    def decode_payload(
+        self, header: ChunkHeader, stored: memoryview, stored_bytes: int, target: memoryview
+    ) -> None:
+        """Decode what :meth:`encode_payload` has just written, to measure that."""
+        layout, payload = self._layouts.get(header.namespace), _payload(target, header.payload_bytes)
+        self._codec.decode(header, layout, _payload(stored, stored_bytes), payload)
 
     def decode(self, key: ChunkKey, stored: memoryview, target: memoryview, *, hashed: bool) -> None:
         """Verify a stored chunk object and decode it into ``target``. Raises :class:`CorruptChunk`.
@@ -188,6 +215,7 @@ class Encoder:
             self._kept = [buffer, *self._kept][:KEPT_BUFFERS]
 
 
+_TRANSFERRED = (Outcome.OK, Outcome.VERIFIED)
 _IDENTITY = IdentityCodec(CodecSettings(type="identity"))
 
 
@@ -225,45 +253,127 @@ class EncodedSeal(Seal):
     """
 
     def __init__(
-        self, backend: Backend, sealer: Sealer, encoder: Encoder, catalog: Catalog, tier: int
+        self,
+        backend: Backend,
+        sealer: Sealer,
+        encoder: Encoder,
+        catalog: Catalog,
+        tier: int,
+        is_full: Callable[[], bool] = lambda: False,
     ) -> None:
-        """``catalog``: knows the length of each object in the tier."""
+        """``catalog``: knows the length of each object in the tier. ``is_full``: see :class:`CodecChoice`."""
         super().__init__(backend, sealer)
         self.written = Written() if encoder.encodes else None
         """What its codec made of what was written; ``None`` without one."""
+        self.choice = CodecChoice(is_full, MIN_GAIN) if encoder.measured else None
+        """With ``codec: auto``."""
         self._encoder = encoder
         self._catalog = catalog
         self._tier = tier
+
+    @property
+    def has_codec(self) -> bool:
+        """Whether the tier has a codec."""
+        return self._encoder.has_codec
+
+    @property
+    def makes_smaller(self) -> bool:
+        """Whether chunks that are written now are encoded by a codec."""
+        return self.has_codec and (self.choice is None or self.choice.encodes)
 
     async def put(self, items: Sequence[PutItem]) -> Sequence[Outcome]:
         """Encode and seal each chunk object, and store it. See :meth:`Backend.put`."""
         if self.written is None:
             return await super().put(items)
+        if self.choice is not None and self.choice.needs_trial:
+            await self._try_codec(items, self.choice)
+        smaller = self.makes_smaller
+        if smaller or self._encoder.keys is not None:
+            return await self._put_encoded(items, smaller=smaller)
+        outcomes = await super().put(items)
+        stored = sum(
+            len(view) for (_, view), outcome in zip(items, outcomes, strict=True) if outcome is Outcome.OK
+        )
+        self.written.chunk_bytes += stored
+        self.written.stored_bytes += stored
+        return outcomes
+
+    async def encode_stored(self, items: Sequence[PutItem]) -> Sequence[Outcome]:
+        """Replace chunk objects that are stored as they are by encoded ones.
+
+        A ``MISS`` leaves what is stored: it would be hardly smaller.
+        """
+        return await self._put_encoded(items, replaces=True)
+
+    async def _put_encoded(
+        self, items: Sequence[PutItem], *, smaller: bool = True, replaces: bool = False
+    ) -> Sequence[Outcome]:
         headers = await self._sealer.headers(items)
         outcomes = [Outcome.MISS] * len(items)
         valid = [(at, header) for at, header in enumerate(headers) if header is not None]
         with self._encoder.scratch([self._encoder.max_bytes(header) for _, header in valid]) as buffers:
-            encoded = await self._encode(items, valid, buffers)
+            encoded = await self._encode(items, valid, buffers, smaller=smaller)
             stored = {at: view for (at, _), view in zip(valid, encoded, strict=True)}
-            plain = [at for at, view in stored.items() if view is None]
+            plain = [] if replaces else [at for at, view in stored.items() if view is None]
             for at, seal in zip(plain, await self._sealer.seal([items[at] for at in plain]), strict=True):
                 stored[at] = items[at][1] if seal is not None else None
             views = [(at, view) for at, view in stored.items() if view is not None]
-            results = await self._backend.put([(items[at][0], view) for at, view in views])
+            results = await self._write([(items[at][0], view) for at, view in views])
         for (at, view), outcome in zip(views, results, strict=True):
             outcomes[at] = outcome
             if outcome is Outcome.OK:
                 key, chunk = items[at]
-                self.written.chunk_bytes += len(chunk)
-                self.written.stored_bytes += len(view)
+                if self.written is not None:
+                    self.written.chunk_bytes += len(chunk)
+                    self.written.stored_bytes += len(view)
                 self._catalog.resize(key, self._tier, len(view))
         return outcomes
+
+    async def _try_codec(self, items: Sequence[PutItem], choice: CodecChoice) -> None:
+        """Encode a batch and decode it again, to measure the codec."""
+        encoder = self._encoder
+        headers = await self._sealer.headers(items)
+        pairs = zip(headers, items, strict=True)
+        valid = [(header, chunk) for header, (_, chunk) in pairs if header is not None]
+        if not valid:
+            return
+        lengths = [encoder.max_bytes(header) for header, _ in valid] + [len(chunk) for _, chunk in valid]
+        with encoder.scratch(lengths) as buffers:
+            work = [(*each, stored) for each, stored in zip(valid, buffers, strict=False)]
+            encode = encoder.encode_payload
+            found = await spread(
+                lambda one: encode(*one), work, parts=PARTS_AT_ONCE, executor=self._executor
+            )
+            encoded = [
+                (header, stored, length, target)
+                for (header, _, stored), length, target in zip(work, found, buffers[len(work) :], strict=True)
+                if length is not None
+            ]
+            began = time.monotonic()
+            decode = encoder.decode_payload
+            await spread(lambda one: decode(*one), encoded, parts=PARTS_AT_ONCE, executor=self._executor)
+            seconds = time.monotonic() - began
+        sizes = [
+            len(chunk) if length is None else object_bytes(length)
+            for (_, chunk), length in zip(valid, found, strict=True)
+        ]
+        choice.tried(sum(len(chunk) for _, chunk in valid), sum(sizes), seconds)
+
+    async def _write(self, items: Sequence[PutItem]) -> Sequence[Outcome]:
+        call = self._backend.put
+        return await (call(items) if self.choice is None else _timed(self.choice.writes, call, items))
+
+    async def _read(self, items: Sequence[GetItem]) -> Sequence[Outcome]:
+        call = self._backend.get
+        return await (call(items) if self.choice is None else _timed(self.choice.reads, call, items))
 
     async def _encode(
         self,
         items: Sequence[PutItem],
         valid: Sequence[tuple[int, ChunkHeader]],
         buffers: Sequence[memoryview],
+        *,
+        smaller: bool,
     ) -> list[memoryview | None]:
         """Return the encoded object of each item, or ``None`` if it is to be stored as it is."""
         keys = self._encoder.keys
@@ -271,12 +381,24 @@ class EncodedSeal(Seal):
             (header, items[at][1], buffer, keys.mark_of(self._catalog.tenant(header.key)) if keys else b"")
             for (at, header), buffer in zip(valid, buffers, strict=True)
         ]
-        encode = self._encoder.encode
+        encode = partial(self._encoder.encode, smaller=smaller)
         return await spread(lambda one: encode(*one), work, parts=PARTS_AT_ONCE, executor=self._executor)
 
     async def get(self, items: Sequence[GetItem]) -> Sequence[Outcome]:
         """Fill each view with a verified and decoded chunk object. See :meth:`Backend.get`."""
         lengths = await self._lengths(items)
+        outcomes = list(await self._get(items, lengths))
+        # One may have been replaced by an encoded one since.
+        missed = [at for at, outcome in enumerate(outcomes) if outcome is Outcome.MISS]
+        if missed and self._backend.capabilities().lengths is None:
+            now = await self._lengths([items[at] for at in missed])
+            replaced = [(at, length) for at, length in zip(missed, now, strict=True) if length != lengths[at]]
+            again = await self._get([items[at] for at, _ in replaced], [length for _, length in replaced])
+            for (at, _), outcome in zip(replaced, again, strict=True):
+                outcomes[at] = outcome
+        return outcomes
+
+    async def _get(self, items: Sequence[GetItem], lengths: Sequence[int]) -> Sequence[Outcome]:
         every = self._encoder.keys is not None
         encoded = [at for at, (_, view) in enumerate(items) if every or lengths[at] != len(view)]
         if not encoded:
@@ -284,7 +406,7 @@ class EncodedSeal(Seal):
         with self._encoder.scratch([lengths[at] for at in encoded]) as buffers:
             places = dict(zip(encoded, buffers, strict=True))
             reads = [_Read(key, view, places.get(at)) for at, (key, view) in enumerate(items)]
-            found = await self._backend.get(
+            found = await self._read(
                 [(read.key, read.chunk if read.encoded is None else read.encoded) for read in reads]
             )
             return await self._checked(reads, found, self._decode, parts=PARTS_AT_ONCE)
@@ -308,3 +430,20 @@ class EncodedSeal(Seal):
 
     def _can_read(self, codec: int) -> bool:
         return self._encoder.knows(codec)
+
+
+async def _timed(
+    throughput: Throughput,
+    call: Callable[[Sequence[PutItem]], Awaitable[Sequence[Outcome]]],
+    items: Sequence[PutItem],
+) -> Sequence[Outcome]:
+    """Call a medium, and record how long it took."""
+    total = sum(len(view) for _, view in items)
+    outcomes: Sequence[Outcome] = ()
+    throughput.begin(total)
+    try:
+        outcomes = await call(items)
+        return outcomes
+    finally:
+        results = zip(items, outcomes, strict=False)
+        throughput.end(total, sum(len(view) for (_, view), outcome in results if outcome in _TRANSFERRED))

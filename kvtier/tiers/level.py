@@ -14,6 +14,7 @@ from kvtier.settings import LocalTierSettings, TierSettings
 from kvtier.tiers.batches import BATCH_BYTES
 
 if TYPE_CHECKING:
+    from kvtier.tiers.codec_choice import CodecChoice
     from kvtier.tiers.encoded_seal import Written
 
 MAX_TRACKED_CHUNKS = 1_000_000
@@ -80,6 +81,11 @@ class Level:
         """What its codec made of what was written here; ``None`` without a codec."""
         return None
 
+    @property
+    def choice(self) -> CodecChoice | None:
+        """What decides whether it encodes; ``None`` without ``codec: auto``."""
+        return None
+
     def cost(self, length: int) -> float | None:
         """Return the expected seconds to read ``length`` bytes; ``None`` if unknown."""
         return None
@@ -115,6 +121,12 @@ class Level:
     def missing_bytes(self, incoming: int) -> int:
         """Return the bytes to evict so that ``incoming`` more fit into the capacity."""
         return 0 if self.capacity is None else max(0, self.used_bytes + incoming - self.capacity)
+
+    @property
+    def is_full(self) -> bool:
+        """Whether it evicts, or has just evicted."""
+        settings = self._local
+        return settings is not None and self.used_bytes >= settings.capacity * settings.low_watermark
 
     @property
     def eviction(self) -> str:

@@ -75,11 +75,14 @@ class Seal:
 
     async def get(self, items: Sequence[GetItem]) -> Sequence[Outcome]:
         """Fill each view with a verified chunk object. See :meth:`Backend.get`."""
-        found = await self._backend.get(items)
+        found = await self._read(items)
         if not self._verify:
             return [Outcome.OK if outcome is Outcome.VERIFIED else outcome for outcome in found]
         at_once = Outcome.OK not in found and len(found) <= HEADERS_AT_ONCE
         return await self._checked(items, found, _verify, parts=0 if at_once else 1)
+
+    async def _read(self, items: Sequence[GetItem]) -> Sequence[Outcome]:
+        return await self._backend.get(items)
 
     async def _checked(
         self,

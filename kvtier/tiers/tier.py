@@ -10,6 +10,7 @@ import logging
 import os
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
+from functools import partial
 from typing import TypeVar
 
 import anyio
@@ -27,6 +28,7 @@ from kvtier.memory.keys import KEY_BYTES, ChunkKey
 from kvtier.settings import TierSettings
 from kvtier.tiers.batches import BATCH_BYTES
 from kvtier.tiers.breaker import CircuitBreaker
+from kvtier.tiers.codec_choice import CodecChoice
 from kvtier.tiers.costs import ReadCost
 from kvtier.tiers.encoded_seal import EncodedSeal, Encoder, Written
 from kvtier.tiers.level import ChunkBytes, Level
@@ -143,7 +145,7 @@ class Tier(Level):
         if encoder is None:
             self.seal = Seal(backend, sealer, verify=self.capabilities.arena is None)
         else:
-            self.seal = EncodedSeal(backend, sealer, encoder, catalog, index)
+            self.seal = EncodedSeal(backend, sealer, encoder, catalog, index, lambda: self.is_full)
         self._deletions = Deletions(settings.name, backend, kept=self._miss)
         self._tasks = tasks
         self._slots = Slots(settings.concurrency)
@@ -181,6 +183,21 @@ class Tier(Level):
         """What its codec made of what was written here; ``None`` without a codec."""
         return self.seal.written if isinstance(self.seal, EncodedSeal) else None
 
+    @property
+    def choice(self) -> CodecChoice | None:
+        """What decides whether it encodes; ``None`` without ``codec: auto``."""
+        return self.seal.choice if isinstance(self.seal, EncodedSeal) else None
+
+    @property
+    def has_codec(self) -> bool:
+        """Whether it has a codec."""
+        return isinstance(self.seal, EncodedSeal) and self.seal.has_codec
+
+    @property
+    def makes_smaller(self) -> bool:
+        """Whether chunks that are written here now are encoded by a codec."""
+        return isinstance(self.seal, EncodedSeal) and self.seal.makes_smaller
+
     def excess_bytes(self, incoming: int) -> int:
         """Return the bytes to evict before ``incoming`` more are added; 0 if the medium deletes nothing."""
         return 0 if self._keeps_everything else super().excess_bytes(incoming)
@@ -191,13 +208,14 @@ class Tier(Level):
 
     def status(self) -> dict[str, object]:
         """Return the state for display and tests."""
-        written = self.written
+        written, choice = self.written, self.choice
         return {
             **super().status(),
             "reading": self.reading.status(),
             "error": self.breaker.error or self.unseen,
             "unseen_bytes": self.unseen_bytes,
             **({"codec": self.settings.codec["type"], "ratio": written.ratio} if written else {}),
+            **({"encodes": choice.encodes, "codec_gain": choice.gain} if choice else {}),
             **({"encrypted": True} if self.settings.encrypt else {}),
         }
 
@@ -277,6 +295,15 @@ class Tier(Level):
             self.read_items, chunks, settle, priority, "reading", "counted as misses"
         )
 
+    async def encode_stored(self, chunks: Sequence[ChunkBytes], settle: Settle) -> Sequence[Outcome]:
+        """Encode a batch of chunk objects that are stored as they are. Takes over their leases.
+
+        A ``MISS`` leaves what is stored: it would be hardly smaller.
+        """
+        return await self._run_batch(
+            self._encode_items, chunks, settle, Priority.BACKGROUND, "encoding", "counted as failed"
+        )
+
     async def delete(self, keys: Sequence[ChunkKey], reason: RemovalReason) -> None:
         """Remove chunks from catalog and backend. Their bytes count as used until the backend call ends."""
         deleting = sum(self._catalog.length(key) for key in keys)
@@ -308,10 +335,16 @@ class Tier(Level):
 
     async def write_items(self, items: Sequence[PutItem]) -> Sequence[Outcome]:
         """Seal and store chunk objects; all are ``FAILED`` while the breaker is open. See :class:`Seal`."""
-        outcomes = await self._call(self._seal_and_put, items, default=Outcome.FAILED)
+        put = partial(self._seal_and_put, put=self.seal.put)
+        outcomes = await self._call(put, items, default=Outcome.FAILED)
         results = zip(items, outcomes, strict=True)
         self._refused_bytes = sum(len(view) for (_, view), outcome in results if outcome is Outcome.FULL)
         return outcomes
+
+    async def _encode_items(self, items: Sequence[PutItem]) -> Sequence[Outcome]:
+        assert isinstance(self.seal, EncodedSeal)
+        put = partial(self._seal_and_put, put=self.seal.encode_stored)
+        return await self._call(put, items, default=Outcome.FAILED)
 
     async def read_items(self, items: Sequence[GetItem]) -> Sequence[Outcome]:
         """Read and verify chunk objects; all are ``FAILED`` while the breaker is open. See :class:`Seal`."""
@@ -373,10 +406,14 @@ class Tier(Level):
 
         return await self.breaker.call(call, batch, default=default)
 
-    async def _seal_and_put(self, items: Sequence[PutItem]) -> Sequence[Outcome]:
+    async def _seal_and_put(
+        self,
+        items: Sequence[PutItem],
+        put: Callable[[Sequence[PutItem]], Awaitable[Sequence[Outcome]]],
+    ) -> Sequence[Outcome]:
         left = await self._deletions.before_put([key for key, _ in items])
         try:
-            outcomes = await self.seal.put(items)
+            outcomes = await put(items)
             stored = zip(items, outcomes, strict=False)  # A broken medium may return too few.
             left.difference_update([key for (key, _), outcome in stored if outcome is Outcome.OK])
             return outcomes

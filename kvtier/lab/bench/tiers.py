@@ -7,12 +7,14 @@ import statistics
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from dataclasses import replace
 from functools import partial
 
 import anyio
 from anyio import CancelScope
 
 from kvtier.backends.base import Backend
+from kvtier.lab.bench.codec import remark_on
 from kvtier.lab.bench.limits import limit_of
 from kvtier.lab.bench.rows import KVTIER, LIMIT, Extent, Row
 from kvtier.lab.bench.run import within
@@ -20,7 +22,7 @@ from kvtier.lab.bench.sides import BackendSide, BenchFailed, Chunk, Side, Stuck,
 from kvtier.lab.bench.turns import Advance, Turns, closing
 from kvtier.memory.arena import Arena
 from kvtier.memory.keys import ChunkKey
-from kvtier.plugins import is_memory
+from kvtier.plugins import can_be_encoded, is_memory
 from kvtier.settings import TierSettings
 from kvtier.tiers.seal import Seal
 from kvtier.tiers.sealer import Sealer
@@ -83,7 +85,10 @@ async def measure_tier(
             lookups = await _look_up(own, small, extent.lookups, tier.deadline)
             await _verify_deleted(backend, keys, tier.deadline)
             advance()
-    return turns.row(tier.name, tier.type, LOOKUP_KEYS / statistics.median(lookups), remark)
+    row = turns.row(tier.name, tier.type, LOOKUP_KEYS / statistics.median(lookups), remark)
+    if seal is None or row.get is None or not can_be_encoded(type(backend)):
+        return row
+    return replace(row, remark="; ".join(filter(None, (remark, remark_on(row.get)))))
 
 
 @asynccontextmanager

@@ -1,0 +1,233 @@
+"""Codecs in a whole cache: ``auto``, and chunks that are encoded while the machine is idle."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import anyio
+import pytest
+
+from kvtier import Settings, TieredCache
+from kvtier.memory.header import StoredHeader
+from kvtier.pipeline import encode
+from kvtier.tiers.codec_choice import CodecChoice
+from tests.rigs.waiting import until
+
+from .conftest import CHUNK_OBJECT_BYTES, TOKEN_BYTES, MakeSettings, Prompt
+
+pytestmark = pytest.mark.anyio
+
+TOKENS = 2048
+SMALLER = 0.7 * CHUNK_OBJECT_BYTES
+
+
+@pytest.fixture(autouse=True)
+def idle(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever else runs here, the machine is idle."""
+    monkeypatch.setattr(os, "getloadavg", lambda: (0.0, 0.0, 0.0))
+    monkeypatch.setattr(encode, "PAUSE_SECONDS", 0.05)
+
+
+def kv(tokens: list[int]) -> bytearray:
+    """Return KV that differs between prompts, and becomes smaller."""
+    source = random.Random(tokens[0])
+    return bytearray(source.choices(b"\0\1\2\3", k=len(tokens) * TOKEN_BYTES))
+
+
+async def store(cache: TieredCache, tokens: list[int]) -> None:
+    model = cache.model("llama", token_bytes=TOKEN_BYTES)
+    assert await model.store(tokens, kv(tokens)) == len(tokens)
+    assert await cache.drain(10)
+
+
+async def check(cache: TieredCache, tokens: list[int]) -> int:
+    """Retrieve a prompt, and check its bytes. Return the number of tokens found."""
+    out = bytearray(len(tokens) * TOKEN_BYTES)
+    found = await cache.model("llama", token_bytes=TOKEN_BYTES).retrieve(tokens, out)
+    assert out[: found * TOKEN_BYTES] == kv(tokens)[: found * TOKEN_BYTES]
+    return found
+
+
+def sizes(folder: Path) -> list[int]:
+    return [file.stat().st_size for file in folder.rglob("*") if len(file.name) >= 64]
+
+
+def with_codec(settings: MakeSettings, codec: str, **more: int) -> Settings:
+    return settings(disk={"codec": codec}, **more)
+
+
+@pytest.mark.parametrize(
+    ("gain", "ssd", "encodes"),
+    [(2.0, 512, True), (0.7, 512, False), (0.7, 8, True), (0.4, 8, False), (None, 512, True)],
+)
+async def test_auto(
+    settings: MakeSettings,
+    prompt: Prompt,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    gain: float | None,
+    ssd: int,
+    encodes: bool,
+) -> None:
+    """Encodes while that pays: with a gain, or in a full tier."""
+    monkeypatch.setattr(CodecChoice, "gain", gain)
+    monkeypatch.setattr(encode.EncodeStage, "run", lambda self, tier: anyio.sleep(0))
+    async with TieredCache.open(with_codec(settings, "auto", ssd=ssd)) as cache:
+        for seed in range(2):
+            await store(cache, prompt(TOKENS, seed))
+        written = cache.lower[0].written
+        assert written is not None
+        assert (written.ratio > 1.3) == encodes
+        status = cache.lower[0].status()
+        assert (status["codec"], status["encodes"], status["codec_gain"]) == ("auto", encodes, gain)
+        assert cache.catalog.used(1) == sum(sizes(tmp_path / "ssd"))
+    async with TieredCache.open(with_codec(settings, "auto", ssd=ssd)) as cache:
+        assert await check(cache, prompt(TOKENS, 1)) in ((TOKENS,) if ssd > 8 or encodes else range(TOKENS))
+
+
+async def test_auto_measures_the_codec_and_the_medium(settings: MakeSettings, prompt: Prompt) -> None:
+    async with TieredCache.open(with_codec(settings, "auto")) as cache:
+        choice = cache.lower[0].choice
+        assert choice is not None
+        assert choice.gain is None
+        for seed in range(4):
+            await store(cache, prompt(TOKENS, seed))
+        assert choice.gain is not None
+        assert choice.gain > 0
+
+
+async def test_what_was_stored_before_is_encoded_when_idle(
+    settings: MakeSettings, prompt: Prompt, tmp_path: Path
+) -> None:
+    async with TieredCache.open(settings()) as cache:
+        for seed in range(3):
+            await store(cache, prompt(TOKENS, seed))
+    assert min(sizes(tmp_path / "ssd")) == CHUNK_OBJECT_BYTES
+    async with TieredCache.open(with_codec(settings, "lossless")) as cache:
+        await until(lambda: cache.counts["encoded_when_idle"] == 3 * TOKENS // 256)
+        assert max(sizes(tmp_path / "ssd")) < SMALLER
+        assert cache.catalog.used(1) == sum(sizes(tmp_path / "ssd"))
+        for seed in range(3):
+            assert await check(cache, prompt(TOKENS, seed)) == TOKENS
+    async with TieredCache.open(with_codec(settings, "lossless")) as cache:
+        assert await check(cache, prompt(TOKENS, 2)) == TOKENS
+
+
+async def test_nothing_is_encoded_on_a_busy_machine(
+    settings: MakeSettings, prompt: Prompt, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with TieredCache.open(settings()) as cache:
+        await store(cache, prompt(TOKENS))
+    load = 1.0 * (os.cpu_count() or 1)
+    asked = []
+    monkeypatch.setattr(os, "getloadavg", lambda: asked.append(1) or (load, load, load))
+    async with TieredCache.open(with_codec(settings, "lossless")) as cache:
+        await until(lambda: len(asked) >= 5)
+        assert cache.counts["encoded_when_idle"] == 0
+
+
+async def test_chunks_that_are_hardly_smaller_are_left(
+    settings: MakeSettings, prompt: Prompt, tmp_path: Path
+) -> None:
+    """Each is tried once."""
+    noise = os.urandom(TOKENS * TOKEN_BYTES)
+    async with TieredCache.open(settings()) as cache:
+        await cache.model("llama", token_bytes=TOKEN_BYTES).store(prompt(TOKENS), bytearray(noise))
+        assert await cache.drain(10)
+    before = {file: file.stat().st_mtime_ns for file in (tmp_path / "ssd").rglob("*") if file.is_file()}
+    async with TieredCache.open(with_codec(settings, "lossless")) as cache:
+        await until(lambda: cache.counts["get_ok"] == 0 and not cache.arena.used)
+        await anyio.sleep(0.5)
+        out = bytearray(TOKENS * TOKEN_BYTES)
+        assert await cache.model("llama", token_bytes=TOKEN_BYTES).retrieve(prompt(TOKENS), out) == TOKENS
+        assert out == noise
+    changed = [
+        file for file, at in before.items() if file.stat().st_size > 8192 and file.stat().st_mtime_ns != at
+    ]
+    assert changed == []
+
+
+async def test_chunk_that_is_cleared_while_it_is_encoded(
+    settings: MakeSettings, prompt: Prompt, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It does not come back."""
+    async with TieredCache.open(settings()) as cache:
+        await store(cache, prompt(TOKENS))
+    async with TieredCache.open(with_codec(settings, "lossless")) as cache:
+        [tier] = cache.lower
+        encode_stored, cleared = tier.seal.encode_stored, anyio.Event()
+
+        async def slowly(items):
+            await cache.clear()
+            cleared.set()
+            return await encode_stored(items)
+
+        monkeypatch.setattr(tier.seal, "encode_stored", slowly)
+        with anyio.fail_after(30):
+            await cleared.wait()
+        await until(lambda: not sizes(tmp_path / "ssd"))
+        assert cache.catalog.used(1) == 0
+        assert await check(cache, prompt(TOKENS)) == 0
+
+
+async def test_chunk_that_is_replaced_while_it_is_read(
+    settings: MakeSettings, prompt: Prompt, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is read again, with its new length."""
+    async with TieredCache.open(settings()) as cache:
+        await store(cache, prompt(TOKENS))
+    monkeypatch.setattr(encode, "PAUSE_SECONDS", 3600)
+    async with TieredCache.open(with_codec(settings, "lossless")) as cache:
+        [tier] = cache.lower
+        get, stage = tier.backend.get, encode.EncodeStage(cache._hierarchy, cache._reader)
+
+        async def replaced(items):
+            monkeypatch.setattr(tier.backend, "get", get)
+            await stage.encode(tier, cache.catalog.rows)
+            return await get(items)
+
+        monkeypatch.setattr(tier.backend, "get", replaced)
+        assert await check(cache, prompt(TOKENS)) == TOKENS
+        assert cache.counts["encoded_when_idle"] == TOKENS // 256
+
+
+KILLED = """
+import os, sys, anyio, json
+from kvtier import Settings, TieredCache
+from kvtier.pipeline import encode
+
+os.getloadavg = lambda: (0.0, 0.0, 0.0)
+encode.PAUSE_SECONDS = 0.01
+
+async def main():
+    async with TieredCache.open(Settings(**json.loads(sys.argv[1]))):
+        await anyio.sleep_forever()
+
+anyio.run(main)
+"""
+
+
+async def test_kill_while_chunks_are_encoded(
+    settings: MakeSettings, prompt: Prompt, tmp_path: Path
+) -> None:
+    """Nothing is lost: each chunk is there, in one form or the other."""
+    async with TieredCache.open(settings()) as cache:
+        for seed in range(16):
+            await store(cache, prompt(TOKENS, seed))
+    configured = with_codec(settings, "lossless")
+    argument = configured.model_dump_json(include={"chunk_tokens", "tiers"})
+    process = subprocess.Popen([sys.executable, "-c", KILLED, argument])
+    await until(lambda: min(sizes(tmp_path / "ssd")) < SMALLER)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    for file in (tmp_path / "ssd").rglob("*"):
+        if len(file.name) >= 64:
+            StoredHeader.parse(file.read_bytes()[:4096])
+    async with TieredCache.open(configured) as cache:
+        for seed in range(16):
+            assert await check(cache, prompt(TOKENS, seed)) == TOKENS
