@@ -103,6 +103,14 @@ def simulate(
         Path | None,
         typer.Option(metavar="FILE", help="Take speeds of tiers from a file of `kvtier bench --output`."),
     ] = None,
+    ratio: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME=N",
+            help="How many times its capacity a tier with a codec holds, as `kvtier status` shows. Default: "
+            "1.4 with `lossless`. Repeatable.",
+        ),
+    ] = None,
     windows: Annotated[
         int,
         typer.Option(
@@ -141,7 +149,8 @@ def simulate(
     settings = load_settings(file=config)
     plugins = Plugins.load(settings.plugins)
     model = Model(parse_bytes(kv_size, "--token-bytes"), prefill, attention)
-    given = _speeds(speed or [])
+    given = _numbers(speed or [], "--speed", "NAME=GB/s: for example disk=5.5")
+    ratios = _numbers(ratio or [], "--ratio", "NAME=N: for example disk=1.4")
     speeds = (_measured(bench) if bench is not None else {}) | given
     policies = _policies(plugins, policy or [])
     studies = []
@@ -153,11 +162,12 @@ def simulate(
         if config is None:
             caches = _sized(plugins, trace, model, capacity or DEFAULT_CAPACITIES, policies, speeds)
         else:
-            caches = [configured(plugins, settings, name, speeds) for name in policies or (None,)]
+            caches = [configured(plugins, settings, name, speeds, ratios) for name in policies or (None,)]
         names = caches[0].names
-        if unknown := sorted(given.keys() - set(names)):
-            reason = f"there is no tier {unknown[0]!r}: use one of {', '.join(names)}"
-            raise typer.BadParameter(reason, param_hint="--speed")
+        for option, numbers in (("--speed", given), ("--ratio", ratios)):
+            if unknown := sorted(numbers.keys() - set(names)):
+                reason = f"there is no tier {unknown[0]!r}: use one of {', '.join(names)}"
+                raise typer.BadParameter(reason, param_hint=option)
         if bench is not None and not speeds.keys() & set(names):
             reason = f"{bench} has no results of a tier {', '.join(names)}"
             raise typer.BadParameter(reason, param_hint="--bench")
@@ -200,18 +210,18 @@ def _policies(plugins: Plugins, given: Sequence[str]) -> list[str]:
     return list(dict.fromkeys(names))
 
 
-def _speeds(given: Sequence[str]) -> dict[str, float]:
-    """Return GB/s by tier. Raises ``BadParameter``."""
-    speeds = {}
+def _numbers(given: Sequence[str], option: str, form: str) -> dict[str, float]:
+    """Return numbers by tier, such as GB/s. Raises ``BadParameter``, which names the form."""
+    numbers = {}
     for text in given:
         name, _, number = text.partition("=")
         try:
-            speeds[name] = float(number)
+            numbers[name] = float(number)
         except ValueError:
-            speeds[name] = math.nan
-        if not name or not 0 < speeds[name] < math.inf:
-            raise typer.BadParameter(f"{text!r} is not NAME=GB/s: for example disk=5.5", param_hint="--speed")
-    return speeds
+            numbers[name] = math.nan
+        if not name or not 0 < numbers[name] < math.inf:
+            raise typer.BadParameter(f"{text!r} is not {form}", param_hint=option)
+    return numbers
 
 
 def _measured(path: Path) -> dict[str, float]:

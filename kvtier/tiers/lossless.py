@@ -20,6 +20,7 @@ class LosslessCodec(Codec):
     """
 
     code: ClassVar[int] = 1
+    usual_ratio: ClassVar[float] = 1.4
 
     def max_encoded_bytes(self, chunk: ChunkHeader, layout: ChunkLayout | None) -> int:
         """Return the length of the payload, with room to work in."""

@@ -11,14 +11,14 @@ from kvtier.observability.whatif.distances import HitRates
 from kvtier.observability.whatif.estimate import Estimate
 from kvtier.observability.whatif.miniature import Miniature, evicted_to
 from kvtier.observability.whatif.report import Change, Point, Report, TierCurve
+from kvtier.plugins import IDENTITY, LOSSLESS
 from kvtier.settings import LocalTierSettings
+from kvtier.tiers.lossless import LosslessCodec
 
 POINTS = [2.0 ** (half / 2) for half in range(-8, 5)]
 """The capacities of a curve from reuse distances, as multiples of today's: 1/16 to 4."""
 CHANGES = (0.5, 1.5, 2.0)
 """The capacities that are suggested."""
-IDENTITY, LOSSLESS, LOSSLESS_RATIO = "identity", "lossless", 1.4
-"""With this codec, a tier holds 1.4 times as much KV of bfloat16: docs/codecs.md."""
 QUARTERS = (0.125, 0.375, 0.625, 0.875)
 """How far a tier has filled up since the last eviction."""
 ALMOST = 0.005
@@ -76,7 +76,7 @@ def _curves_and_changes(estimate: Estimate, now: float) -> tuple[list[TierCurve]
             rate = rates(factor)[0]
             changes.append(Change(tier.name, round(factor * tier.capacity), None, rate, rate - today, None))
         if at > 0 and tier.codec["type"] == IDENTITY:
-            rate = rates(LOSSLESS_RATIO)[0]
+            rate = rates(LosslessCodec.usual_ratio)[0]
             changes.append(Change(tier.name, None, None, rate, rate - today, None, LOSSLESS))
         for policy, gained in _policies(estimate, at):
             rate = min(1.0, max(0.0, today + gained))

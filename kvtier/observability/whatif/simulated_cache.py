@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from types import MappingProxyType
 
 from pydantic import ValidationError
 
@@ -305,14 +306,19 @@ def one_tier(plugins: Plugins, policy: str, capacity: int, speeds: Mapping[str, 
 
 
 def configured(
-    plugins: Plugins, settings: Settings, policy: str | None, speeds: Mapping[str, float]
+    plugins: Plugins,
+    settings: Settings,
+    policy: str | None,
+    speeds: Mapping[str, float],
+    ratios: Mapping[str, float] = MappingProxyType({}),
 ) -> SimulatedTiers:
     """Return the tiers of settings. ``policy`` replaces that of every tier of this host.
 
-    ``speeds``: GB/s by name; tiers without one get that of their type. Raises :class:`SettingsError`, which
-    names the key.
+    ``speeds``: GB/s by name; tiers without one get that of their type. ``ratios``: how many times its
+    capacity a tier holds, by name; tiers without one hold what their codec usually makes of it. Raises
+    :class:`SettingsError`, which names the key.
     """
-    tiers = plugins.tier_settings(settings)
+    tiers = [_enlarged(plugins, tier, ratios) for tier in plugins.tier_settings(settings)]
     if policy is not None:
         plugins.eviction(policy)
         tiers = [
@@ -323,6 +329,13 @@ def configured(
         ]
     gb_s = [speeds.get(tier.name, DEFAULT_GB_S.get(tier.type, OTHER_GB_S)) for tier in tiers]
     return SimulatedTiers(tiers, gb_s, settings, policy or _label(tiers))
+
+
+def _enlarged(plugins: Plugins, tier: TierSettings, ratios: Mapping[str, float]) -> TierSettings:
+    ratio = ratios.get(tier.name, plugins.codec(tier.codec["type"]).usual_ratio)
+    if ratio == 1 or not isinstance(tier, LocalTierSettings):
+        return tier
+    return tier.model_copy(update={"capacity": round(ratio * tier.capacity)})
 
 
 def _label(tiers: Sequence[TierSettings]) -> str:

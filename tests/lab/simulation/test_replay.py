@@ -19,7 +19,7 @@ from kvtier.lab.simulation.trace import Trace, chunk_keys
 from kvtier.memory.keys import ChunkKey
 from kvtier.observability.recording.reader import TraceRequest
 from kvtier.observability.whatif.simulated_cache import SimulatedCache, configured, one_tier
-from kvtier.settings import Settings
+from kvtier.settings import LocalTierSettings, Settings
 from kvtier.settings.tenants import TenantSettings
 from tests.lab.simulation.making import (
     CHUNK_TOKENS,
@@ -333,3 +333,18 @@ def test_unknown_policy_and_useless_capacity_are_refused() -> None:
         one_tier(PLUGINS, "mru", size_of(1), {})
     with pytest.raises(KVTierError, match="use a size that holds many chunks"):
         one_tier(PLUGINS, "lru", 100, {})
+
+
+def test_tier_with_a_codec_holds_more(tmp_path: Path) -> None:
+    """As much more as the codec usually does, or as is given."""
+
+    def capacity(codec: str, ratios: dict[str, float]) -> int:
+        disk = {"name": "disk", "type": "disk", "path": str(tmp_path), "capacity": size_of(100)}
+        tiers = [{"name": "ram", "type": "cpu", "capacity": size_of(2)}, {**disk, "codec": codec}]
+        found = configured(PLUGINS, Settings(tiers=tiers), None, {}, ratios).settings[1]
+        assert isinstance(found, LocalTierSettings)
+        return found.capacity
+
+    assert capacity("identity", {}) == size_of(100)
+    assert capacity("lossless", {}) == capacity("auto", {}) == round(1.4 * size_of(100))
+    assert capacity("lossless", {"disk": 1.2}) == round(1.2 * size_of(100))
