@@ -62,6 +62,25 @@ Bytes values(std::size_t length, std::size_t width, float scale) {
     return bytes;
 }
 
+// Words whose bytes take few values, other ones and another number of them in each place and each segment.
+Bytes few_kinds(std::size_t length) {
+    Bytes bytes(length);
+    unsigned kinds[4] = {}, first[4] = {};
+    for (std::size_t at = 0; at < length; ++at) {
+        if (at % (32 << 10) == 0) {
+            for (unsigned place = 0; place < 4; ++place) {
+                kinds[place] = 1 + random_bits() % 17;
+                first[place] = 0x70 + random_bits() % 4;
+            }
+        }
+        const unsigned place = at % 4;
+        // Half of them have the first value, a quarter the second, and so on.
+        const auto kind = static_cast<unsigned>(std::countr_zero(random_bits() | 1u << 31)) % kinds[place];
+        bytes[at] = static_cast<std::uint8_t>(first[place] + (random_bits() % 2 ? kind : random_bits() % kinds[place]));
+    }
+    return bytes;
+}
+
 std::vector<std::pair<std::string, Bytes>> payloads() {
     std::vector<std::pair<std::string, Bytes>> found;
     for (const std::size_t length : {0ul, 1ul, 2ul, 3ul, 63ul, 64ul, 127ul, 128ul, 129ul, 1000ul, 4096ul, 32767ul, 32768ul,
@@ -69,6 +88,7 @@ std::vector<std::pair<std::string, Bytes>> payloads() {
         const std::string suffix = " of " + std::to_string(length);
         found.emplace_back("noise" + suffix, noise(length));
         found.emplace_back("zeros" + suffix, Bytes(length));
+        for (int number = 0; number < 8; ++number) found.emplace_back("few kinds" + suffix, few_kinds(length));
         for (const std::size_t width : {1ul, 2ul, 4ul}) {
             found.emplace_back("values of " + std::to_string(width) + suffix, values(length, width, 0.02F));
         }

@@ -152,7 +152,10 @@ bool encode_segment(Source segment, Planes& planes, Writer& out, const Kernels& 
     for (std::size_t plane = 0; plane < planes_count; ++plane) {
         std::memset(planes.at[plane] + count, 0, rounded(count) - count);
         unsigned& skip = planes.skip[plane];
-        if (skip > 0 && skip-- > 0) continue;
+        if (skip > 0) {
+            --skip;
+            continue;
+        }
         tables[plane] = choose(count_symbols(planes.at[plane], count));
         if (tables[plane].bits == 0) skip = skipped;
         gains |= tables[plane].bits > 0;

@@ -97,6 +97,8 @@ KVTIER_TARGET std::size_t pack(const std::uint8_t* plane, std::size_t count, uns
     const std::uint8_t* const begin = escapes;
     const unsigned escape = (1u << bits) - 1;
     __m256i symbols[1 << short_bits];
+    // Codes that no symbol has, in a table that is not full.
+    for (auto& symbol : symbols) symbol = _mm256_setzero_si256();
     for (unsigned symbol = 0; symbol < 256; ++symbol) {
         symbols[codes_of[symbol]] = _mm256_set1_epi8(static_cast<char>(symbol));
     }
@@ -110,7 +112,8 @@ KVTIER_TARGET std::size_t pack(const std::uint8_t* plane, std::size_t count, uns
     for (std::size_t at = 0; at < count; at += half, codes += 4 * bits) {
         const __m256i value = load(plane + at);
         __m256i found = _mm256_set1_epi8(static_cast<char>(escape));
-        for (unsigned code = 0; code < escape; ++code) {
+        // The lowest one last: symbol 0 also stands for the codes that no symbol has.
+        for (unsigned code = escape; code-- > 0;) {
             const __m256i same = _mm256_cmpeq_epi8(value, symbols[code]);
             found = _mm256_blendv_epi8(found, _mm256_set1_epi8(static_cast<char>(code)), same);
         }
