@@ -55,6 +55,7 @@ class HintColumns:
 
     def __init__(self) -> None:
         self._tenant_numbers: dict[str, int] = {"": 0}
+        self._tenant_names = [""]
         self._tenants = array("I")
         self._priorities = array("b")
         self._retain_until = array("d")
@@ -70,8 +71,7 @@ class HintColumns:
 
     def tenant_name(self, row: int) -> str:
         """Return the name of a chunk's tenant; empty without one."""
-        number = self.tenant(row)
-        return next(name for name, known in self._tenant_numbers.items() if known == number)
+        return self._tenant_names[self.tenant(row)]
 
     def priority(self, row: int) -> int:
         """Return a chunk's priority, by default 0."""
@@ -126,6 +126,7 @@ class HintColumns:
         numbers = self._tenant_numbers
         if tenant not in numbers and len(numbers) <= MAX_TENANTS:
             numbers[tenant] = len(numbers)
+            self._tenant_names.append(tenant)
         return numbers.get(tenant, 0)
 
 

@@ -184,6 +184,8 @@ class CacheMetrics(Collector):
         yield counter("tier_outages", text, by_tier(lambda tier: tier.outages), "tier")
         text = "Corrupt chunks found in a tier and deleted; in memory only headers are checked."
         yield counter("tier_corrupt_chunks", text, by_tier(lambda tier: tier.corrupt), "tier")
+        text = "Chunks found in a tier that need a codec or a key which is not here."
+        yield counter("tier_unreadable_chunks", text, by_tier(lambda tier: tier.unreadable), "tier")
 
     def _of_usage(self, status: Status) -> Iterator[Metric]:
         seconds, of_gpus = self._cache.usage.saved_seconds(self._cache.layouts)

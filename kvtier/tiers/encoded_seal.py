@@ -8,7 +8,6 @@ import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
@@ -18,13 +17,21 @@ from kvtier.catalog.catalog import Catalog
 from kvtier.concurrency.threads import spread
 from kvtier.errors import CorruptChunk, TierError, UnreadableChunk
 from kvtier.logs import RateLimitedLog
-from kvtier.memory.header import HEADER_BYTES, IDENTITY, ChunkHeader, StoredHeader, object_bytes
+from kvtier.memory.header import (
+    HEADER_BYTES,
+    IDENTITY,
+    OBJECT_ALIGNMENT,
+    ChunkHeader,
+    StoredHeader,
+    is_sealed,
+    object_bytes,
+)
 from kvtier.memory.keys import ChunkKey
 from kvtier.memory.layout import ChunkLayout
 from kvtier.settings import TierSettings
 from kvtier.tiers.codec import Codec, CodecSettings, IdentityCodec
 from kvtier.tiers.codec_choice import CodecChoice
-from kvtier.tiers.seal import PARTS_AT_ONCE, Seal
+from kvtier.tiers.seal import PARTS_AT_ONCE, Fault, Seal
 from kvtier.tiers.sealer import Sealer
 from kvtier.tiers.throughput import Throughput
 
@@ -93,7 +100,7 @@ class Encoder:
         self.keys = keys
         self.measured = codecs.measured
         self._codec = codecs.own
-        self._known = {**codecs.known, codecs.own.code: codecs.own}
+        self._known = {IDENTITY: _IDENTITY, **codecs.known, codecs.own.code: codecs.own}
         self._layouts = layouts
         self._checksum = checksum
         self._kept: list[memoryview] = []
@@ -111,12 +118,16 @@ class Encoder:
 
     def knows(self, code: int) -> bool:
         """Whether payloads with this code can be decoded."""
-        return code == IDENTITY or code in self._known
+        return code in self._known
 
     def max_bytes(self, header: ChunkHeader) -> int:
         """Return the upper bound of the encoded size of a chunk object."""
-        layout = self._layouts.get(header.namespace)
-        return object_bytes(max(header.payload_bytes, self._codec.max_encoded_bytes(header, layout)))
+        bound = header.payload_bytes
+        try:
+            bound = max(bound, self._codec.max_encoded_bytes(header, self._layouts.get(header.namespace)))
+        except Exception as error:
+            self._warn("codec %d has no bound for a chunk: %r; storing it as it is", self._codec.code, error)
+        return object_bytes(bound)
 
     def encode(
         self,
@@ -130,8 +141,11 @@ class Encoder:
         """Encode, encrypt and seal a chunk object of a tenant. Return the part of ``target`` to store.
 
         ``None`` if it would be hardly smaller, or cannot be encoded: it is then stored as it is. Unless
-        ``smaller``, it is only encrypted.
+        ``smaller``, it is only encrypted. Raises :class:`CorruptChunk` if it has another checksum already:
+        what is stored gets a new one.
         """
+        if is_sealed(chunk):
+            ChunkHeader.verify(chunk, header.key)
         codec = self._codec.code
         stored_bytes = self.encode_payload(header, chunk, target) if smaller else None
         source = target[HEADER_BYTES:]
@@ -179,33 +193,33 @@ class Encoder:
         ``hashed``: its payload has been.
         """
         found = StoredHeader.verify(stored, key, hashed=hashed)
-        header, codec = found.chunk, self._known.get(found.codec, _IDENTITY)
+        header, codec = found.chunk, self._known.get(found.codec)
         if object_bytes(header.payload_bytes) != len(target):
             raise CorruptChunk("has a payload of {} bytes", header.payload_bytes)
-        if not self.knows(found.codec):
+        if codec is None:
             raise UnreadableChunk("is encoded by codec {}, which is not installed", found.codec)
         source, payload = _payload(stored, found.stored_bytes), _payload(target, header.payload_bytes)
         if self.keys is not None:
-            self.keys.decrypt(found, source, source)
+            decrypted = payload if found.codec == IDENTITY else source
+            self.keys.decrypt(found, source, decrypted)
+            source = decrypted
         elif found.encryption is not None:
             raise UnreadableChunk("is encrypted, but the tier has no `encrypt`")
-        try:
-            codec.decode(header, self._layouts.get(header.namespace), source, payload)
-        except Exception as error:
-            raise CorruptChunk("cannot be decoded: {!r}", error) from error
+        if source is not payload:
+            decode(codec, header, self._layouts.get(header.namespace), source, payload)
         target[:HEADER_BYTES] = header.packed()
 
     @contextmanager
     def scratch(self, lengths: Sequence[int]) -> Iterator[list[memoryview]]:
         """Yield page-aligned memory for each length, for the duration of the block."""
         total = sum(lengths)
-        buffer = next((kept for kept in self._kept if len(kept) >= total), None)
-        if buffer is None:
+        place = next((place for place, kept in enumerate(self._kept) if len(kept) >= total), None)
+        if place is None:
             memory = mmap.mmap(-1, max(total, mmap.PAGESIZE))
             memory.madvise(mmap.MADV_DONTDUMP)
             buffer = memoryview(memory)
         else:
-            self._kept.remove(buffer)
+            buffer = self._kept.pop(place)
         ends = [0]
         for length in lengths:
             ends.append(ends[-1] + length)
@@ -213,6 +227,20 @@ class Encoder:
             yield [buffer[start:stop] for start, stop in pairwise(ends)]
         finally:
             self._kept = [buffer, *self._kept][:KEPT_BUFFERS]
+
+
+def decode(
+    codec: Codec, header: ChunkHeader, layout: ChunkLayout | None, source: memoryview, payload: memoryview
+) -> None:
+    """Decode a payload that was read. Raises :class:`CorruptChunk` for whatever the codec raises."""
+    try:
+        codec.decode(header, layout, source, payload)
+    except CorruptChunk:
+        raise
+    except MemoryError as error:
+        raise UnreadableChunk("cannot be decoded now: {!r}", error) from error
+    except Exception as error:
+        raise CorruptChunk("cannot be decoded: {!r}", error) from error
 
 
 _TRANSFERRED = (Outcome.OK, Outcome.VERIFIED)
@@ -281,16 +309,20 @@ class EncodedSeal(Seal):
         """Whether chunks that are written now are encoded by a codec."""
         return self.has_codec and (self.choice is None or self.choice.encodes)
 
-    async def put(self, items: Sequence[PutItem]) -> Sequence[Outcome]:
-        """Encode and seal each chunk object, and store it. See :meth:`Backend.put`."""
+    async def _put(self, items: Sequence[PutItem]) -> Sequence[Outcome]:
+        """Encode and seal each chunk object, and store it."""
         if self.written is None:
-            return await super().put(items)
+            return await super()._put(items)
         if self.choice is not None and self.choice.needs_trial:
-            await self._try_codec(items, self.choice)
+            try:
+                await self._try_codec(items, self.choice)
+            except Exception as error:
+                logger.warning("the codec cannot be measured: %r; storing chunks as they are", error)
+                self.choice.tried(1, 1, 0.0)
         smaller = self.makes_smaller
         if smaller or self._encoder.keys is not None:
             return await self._put_encoded(items, smaller=smaller)
-        outcomes = await super().put(items)
+        outcomes = await super()._put(items)
         stored = sum(
             len(view) for (_, view), outcome in zip(items, outcomes, strict=True) if outcome is Outcome.OK
         )
@@ -313,7 +345,12 @@ class EncodedSeal(Seal):
         valid = [(at, header) for at, header in enumerate(headers) if header is not None]
         with self._encoder.scratch([self._encoder.max_bytes(header) for _, header in valid]) as buffers:
             encoded = await self._encode(items, valid, buffers, smaller=smaller)
-            stored = {at: view for (at, _), view in zip(valid, encoded, strict=True)}
+            stored: dict[int, memoryview | None] = {}
+            for (at, _), view in zip(valid, encoded, strict=True):
+                if isinstance(view, Fault):
+                    self._sealer.damaged(items[at], view.kind, view.text)
+                else:
+                    stored[at] = view
             plain = [] if replaces else [at for at, view in stored.items() if view is None]
             for at, seal in zip(plain, await self._sealer.seal([items[at] for at in plain]), strict=True):
                 stored[at] = items[at][1] if seal is not None else None
@@ -374,15 +411,21 @@ class EncodedSeal(Seal):
         buffers: Sequence[memoryview],
         *,
         smaller: bool,
-    ) -> list[memoryview | None]:
+    ) -> list[memoryview | Fault | None]:
         """Return the encoded object of each item, or ``None`` if it is to be stored as it is."""
         keys = self._encoder.keys
         work = [
             (header, items[at][1], buffer, keys.mark_of(self._catalog.tenant(header.key)) if keys else b"")
             for (at, header), buffer in zip(valid, buffers, strict=True)
         ]
-        encode = partial(self._encoder.encode, smaller=smaller)
-        return await spread(lambda one: encode(*one), work, parts=PARTS_AT_ONCE, executor=self._executor)
+
+        def encode(one: tuple[ChunkHeader, memoryview, memoryview, bytes]) -> memoryview | Fault | None:
+            try:
+                return self._encoder.encode(*one, smaller=smaller)
+            except CorruptChunk as error:
+                return Fault(error.kind, str(error))
+
+        return await spread(encode, work, parts=PARTS_AT_ONCE, executor=self._executor)
 
     async def get(self, items: Sequence[GetItem]) -> Sequence[Outcome]:
         """Fill each view with a verified and decoded chunk object. See :meth:`Backend.get`."""
@@ -390,7 +433,7 @@ class EncodedSeal(Seal):
         outcomes = list(await self._get(items, lengths))
         # One may have been replaced by an encoded one since.
         missed = [at for at, outcome in enumerate(outcomes) if outcome is Outcome.MISS]
-        if missed and self._backend.capabilities().lengths is None:
+        if missed and self._pool is None:
             now = await self._lengths([items[at] for at in missed])
             replaced = [(at, length) for at, length in zip(missed, now, strict=True) if length != lengths[at]]
             again = await self._get([items[at] for at, _ in replaced], [length for _, length in replaced])
@@ -413,12 +456,12 @@ class EncodedSeal(Seal):
 
     async def _lengths(self, items: Sequence[GetItem]) -> list[int]:
         """Return the length of each object in the medium. A shared pool is asked: others write to it, too."""
-        if (pool := self._backend.capabilities().lengths) is None:
+        if self._pool is None:
             return [self._catalog.stored_length(key, self._tier, len(view)) for key, view in items]
-        held = await pool.lengths([key for key, _ in items])
+        held = await self._pool.lengths([key for key, _ in items])
         # What is not held, or has a length that it cannot have, is a miss of the chunk's own length.
         return [
-            length if 0 < length <= len(view) else len(view)
+            length if 0 < length <= len(view) and length % OBJECT_ALIGNMENT == 0 else len(view)
             for length, (_, view) in zip(held, items, strict=True)
         ]
 

@@ -16,10 +16,11 @@ from pathlib import Path
 
 from blake3 import blake3
 from cryptography.exceptions import InvalidTag
-from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
+from cryptography.hazmat.primitives.ciphers import AEADCipherContext, Cipher, algorithms, modes
 from cryptography.hazmat.primitives.hashes import SHA256
 from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 
+from kvtier.concurrency.threads import let_others_run
 from kvtier.errors import TierError, UnreadableChunk
 from kvtier.memory.header import ChunkHeader, Encryption, StoredHeader
 from kvtier.memory.keys import ChunkKey
@@ -27,8 +28,8 @@ from kvtier.memory.keys import ChunkKey
 KEY_BYTES, SALT_BYTES, TENANT_BYTES = 32, 12, 6
 MAX_KEYS, MAX_KEY_NUMBER = 1000, 65_535
 MAX_FILE_BYTES = 1 << 20
-PIECE_BYTES = 256 << 10
-"""Encrypted at a time, in 50 microseconds. Other threads run in between: the library keeps the GIL."""
+PIECE_BYTES = 1 << 20
+"""Encrypted at a time, in 0.3 ms. The library keeps the GIL meanwhile."""
 TENANTS = 1024
 """Tenants whose keys are remembered."""
 
@@ -83,9 +84,7 @@ class Keys:
         used = Encryption(self.current, tenant, os.urandom(SALT_BYTES))
         cipher = Cipher(algorithms.AES(self._key(header.key, used)), modes.GCM(_NONCE)).encryptor()
         cipher.authenticate_additional_data(StoredHeader.authenticated(header, codec, len(source), used))
-        for start in range(0, len(source), PIECE_BYTES):
-            piece = slice(start, start + PIECE_BYTES)
-            cipher.update_into(source[piece], target[piece])
+        _update(cipher, source, target)
         cipher.finalize()
         return used._replace(tag=cipher.tag)
 
@@ -112,9 +111,7 @@ class Keys:
         cipher.authenticate_additional_data(
             StoredHeader.authenticated(stored.chunk, stored.codec, len(source), used)
         )
-        for start in range(0, len(source), PIECE_BYTES):
-            piece = slice(start, start + PIECE_BYTES)
-            cipher.update_into(source[piece], target[piece])
+        _update(cipher, source, target)
         try:
             cipher.finalize()
         except InvalidTag:
@@ -128,6 +125,14 @@ class Keys:
 
     def _derive_for_tenant(self, number: int, tenant: bytes) -> bytes:
         return _derived(self._keys[number], b"kvtier tenant v1" + tenant, b"")
+
+
+def _update(cipher: AEADCipherContext, source: memoryview, target: memoryview) -> None:
+    for start in range(0, len(source), PIECE_BYTES):
+        if start:
+            let_others_run()
+        piece = slice(start, start + PIECE_BYTES)
+        cipher.update_into(source[piece], target[piece])
 
 
 def _derived(key: bytes, info: bytes, salt: bytes) -> bytes:

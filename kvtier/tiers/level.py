@@ -77,6 +77,11 @@ class Level:
         return 0
 
     @property
+    def unreadable(self) -> int:
+        """Number of chunks found here that were stored with other settings."""
+        return 0
+
+    @property
     def written(self) -> Written | None:
         """What its codec made of what was written here; ``None`` without a codec."""
         return None

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import ClassVar
 
 from kvtier import native
+from kvtier.errors import UnreadableChunk
 from kvtier.memory.header import ChunkHeader
 from kvtier.memory.layout import ChunkLayout
 from kvtier.tiers.codec import Codec
@@ -30,18 +31,21 @@ class LosslessCodec(Codec):
     def encode(
         self, chunk: ChunkHeader, layout: ChunkLayout | None, source: memoryview, target: memoryview
     ) -> int:
-        """Encode a payload. Raises :class:`OSError` without the native core."""
+        """Encode a payload. Raises :class:`UnreadableChunk` without the native core."""
         _require_native()
         return native.core.lossless_encode(source, target)
 
     def decode(
         self, chunk: ChunkHeader, layout: ChunkLayout | None, source: memoryview, target: memoryview
     ) -> None:
-        """Decode what ``encode`` has written. Raises :class:`ValueError` for anything else, and as that."""
+        """Decode what ``encode`` has written.
+
+        Raises :class:`ValueError` for anything else, and :class:`UnreadableChunk` without the native core.
+        """
         _require_native()
         native.core.lossless_decode(source, target)
 
 
 def _require_native() -> None:
     if not native.available():
-        raise OSError(f"needs the native core, which is {native.summary()}")
+        raise UnreadableChunk("needs the native core, which is {}", native.summary())

@@ -3,11 +3,21 @@
 from __future__ import annotations
 
 import logging
+import math
+import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from functools import cached_property, partial
 from typing import Any, NamedTuple, TypeVar
 
-from kvtier.backends.base import Backend, GetItem, Outcome, PutItem, StoredObject, SupportsSealing
+from kvtier.backends.base import (
+    Backend,
+    GetItem,
+    Outcome,
+    PutItem,
+    StoredObject,
+    SupportsLengths,
+    SupportsSealing,
+)
 from kvtier.concurrency.threads import WorkerThreads, spread
 from kvtier.errors import CorruptChunk, UnreadableChunk
 from kvtier.logs import RateLimitedLogs
@@ -19,18 +29,21 @@ logger = logging.getLogger("kvtier")
 
 PARTS_AT_ONCE = 4
 """Threads that compute checksums. One thread reaches 20 to 30 GB/s, more than any medium."""
+OF_OTHERS_SECONDS = 600.0
+"""For this long, an object of a pool that others can read is not replaced: they would replace it again."""
+MAX_OF_OTHERS = 100_000
 HEADERS_AT_ONCE = 64
 """Headers that are verified in the event loop, in 4 µs each, if no payload must be hashed."""
 
 ItemT = TypeVar("ItemT", bound=tuple[Any, ...])
 
 
-class _Fault(NamedTuple):
+class Fault(NamedTuple):
     """Why a chunk is corrupt. Faults of one kind differ in their details."""
 
     kind: str
     text: str
-    is_unreadable: bool
+    is_unreadable: bool = False
     """Stored with other settings: to others who use a pool, it may be of use."""
 
 
@@ -51,6 +64,10 @@ class Seal:
     def __init__(self, backend: Backend, sealer: Sealer | None = None, *, verify: bool = True) -> None:
         self.corrupt = 0
         """Number of objects found corrupt, and deleted."""
+        self.unreadable = 0
+        """Number of objects found that were stored with other settings."""
+        self._of_others: dict[ChunkKey, float] = {}
+        """Those of them in a shared pool, with the time: other hosts can read them."""
         self._backend = backend
         self._sealer = sealer or Sealer()
         self._verify = verify
@@ -58,7 +75,18 @@ class Seal:
         self._warn = RateLimitedLogs(logger)
 
     async def put(self, items: Sequence[PutItem]) -> Sequence[Outcome]:
-        """Seal each chunk object and store it. See :meth:`Backend.put`."""
+        """Seal each chunk object and store it. See :meth:`Backend.put`.
+
+        A ``MISS`` also for what was found here a while ago, of use to others only: it is not replaced.
+        """
+        if not self._of_others:
+            return await self._put(items)
+        recent = time.monotonic() - OF_OTHERS_SECONDS
+        ours = [item for item in items if self._of_others.get(item[0], -math.inf) < recent]
+        stored = dict(zip((key for key, _ in ours), await self._put(ours) if ours else (), strict=True))
+        return [stored.get(key, Outcome.MISS) for key, _ in items]
+
+    async def _put(self, items: Sequence[PutItem]) -> Sequence[Outcome]:
         sealing = self._sealing
         seals = await (self._sealer.headers(items) if sealing else self._sealer.seal(items))
         valid = [item for item, seal in zip(items, seals, strict=True) if seal is not None]
@@ -68,6 +96,11 @@ class Seal:
             if checksum := checksums.get(item[0]):
                 self._sealer.adopt(item, checksum)
         return [Outcome.MISS if seal is None else next(stored) for seal in seals]
+
+    @cached_property
+    def _pool(self) -> SupportsLengths | None:
+        """The medium, if other hosts store objects of other lengths there."""
+        return self._backend.capabilities().lengths
 
     @cached_property
     def _sealing(self) -> SupportsSealing | None:
@@ -131,30 +164,36 @@ class Seal:
         if header.object_bytes != stored.length:
             raise CorruptChunk("is {} bytes for a payload of {}", stored.length, header.stored_bytes)
         if not self._can_read(header.codec):
-            raise CorruptChunk("is encoded by codec {}", header.codec)
+            raise UnreadableChunk("is encoded by codec {}", header.codec)
 
     def _can_read(self, codec: int) -> bool:
         """Whether payloads with this code can be read."""
         return codec == IDENTITY
 
-    async def _remove(self, corrupt: Sequence[tuple[ChunkKey, _Fault]]) -> None:
-        if not corrupt:
-            return
-        if self._backend.capabilities().lengths is not None:
-            for key, fault in corrupt:
-                if fault.is_unreadable:
-                    self._warn(fault.kind, "chunk %s is a miss: it %s", key.hex()[:16], fault.text)
-            corrupt = [(key, fault) for key, fault in corrupt if not fault.is_unreadable]
-        self.corrupt += len(corrupt)
-        for key, fault in corrupt:
-            self._warn(fault.kind, "deleting corrupt chunk %s: it %s", key.hex()[:16], fault.text)
-        if not corrupt:
+    async def _remove(self, faulty: Sequence[tuple[ChunkKey, Fault]]) -> None:
+        """Delete corrupt objects, and those that cannot be read, unless other hosts can."""
+        removed = []
+        for key, fault in faulty:
+            if not fault.is_unreadable:
+                self.corrupt += 1
+                self._warn(fault.kind, "deleting corrupt chunk %s: it %s", key.hex()[:16], fault.text)
+            else:
+                self.unreadable += 1
+                self._warn(fault.kind, "chunk %s is a miss: it %s", key.hex()[:16], fault.text)
+                if self._pool is not None:
+                    self._of_others.pop(key, None)
+                    self._of_others[key] = time.monotonic()
+                    if len(self._of_others) > MAX_OF_OTHERS:
+                        del self._of_others[next(iter(self._of_others))]
+                    continue
+            removed.append(key)
+        if not removed:
             return
         try:
-            await self._backend.delete([key for key, _ in corrupt])
+            await self._backend.delete(removed)
         except Exception as error:
             # Do not fail the batch: the corrupt chunks remain misses.
-            self._warn("delete", "cannot delete %d corrupt chunks: %r", len(corrupt), error)
+            self._warn("delete", "cannot delete %d corrupt chunks: %r", len(removed), error)
 
 
 def _verify(item: GetItem, hashed: bool) -> None:
@@ -162,9 +201,9 @@ def _verify(item: GetItem, hashed: bool) -> None:
     ChunkHeader.verify(chunk, key, hashed=hashed)
 
 
-def _fault(check: Callable[[], None]) -> _Fault | None:
+def _fault(check: Callable[[], None]) -> Fault | None:
     try:
         check()
     except CorruptChunk as error:  # It refers to memory that must not stay mapped.
-        return _Fault(error.kind, str(error), isinstance(error, UnreadableChunk))
+        return Fault(error.kind, str(error), isinstance(error, UnreadableChunk))
     return None

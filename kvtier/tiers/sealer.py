@@ -129,6 +129,10 @@ class Sealer:
             item[1][:HEADER_BYTES] = seal.header.packed(checksum)
         return seal is not None
 
+    def damaged(self, item: PutItem, kind: str, fault: str) -> None:
+        """Report a chunk object whose payload does not match the checksum that its header has."""
+        self._report([item], [_Examined(None, kind, fault)])
+
     async def headers(self, items: Sequence[PutItem]) -> list[ChunkHeader | None]:
         """Validate each header, without hashing payloads. ``None`` for a corrupt chunk object."""
         return [None if seal is None else seal.header for seal in await self._examine(items, hashes=False)]

@@ -179,6 +179,11 @@ class Tier(Level):
         return self.seal.corrupt
 
     @property
+    def unreadable(self) -> int:
+        """Number of objects found in the medium that were stored with other settings."""
+        return self.seal.unreadable
+
+    @property
     def written(self) -> Written | None:
         """What its codec made of what was written here; ``None`` without a codec."""
         return self.seal.written if isinstance(self.seal, EncodedSeal) else None
@@ -306,7 +311,8 @@ class Tier(Level):
 
     async def delete(self, keys: Sequence[ChunkKey], reason: RemovalReason) -> None:
         """Remove chunks from catalog and backend. Their bytes count as used until the backend call ends."""
-        deleting = sum(self._catalog.length(key) for key in keys)
+        catalog = self._catalog
+        deleting = sum(catalog.stored_length(key, self.index, catalog.length(key)) for key in keys)
         self._deleting_bytes += deleting
         self._catalog.remove_all(keys, self.index, reason)
 

@@ -187,8 +187,20 @@ async def test_without_the_native_core_chunks_are_stored_as_they_are(
     disk = {"type": "disk", "capacity": "4MiB", "path": str(tmp_path), "codec": "lossless"}
     monkeypatch.setattr("kvtier.tiers.lossless.native.available", lambda: False)
     assert await stored(disk) >= len(KV)
-    assert "codec 1 cannot encode a chunk: OSError('needs the native core" in caplog.text
+    assert "codec 1 cannot encode a chunk: UnreadableChunk('needs the native core" in caplog.text
     assert await found(disk) == len(TOKENS)
+
+
+@pytest.mark.anyio
+async def test_without_the_native_core_encoded_chunks_stay_for_others(
+    redis_pool: Callable[..., dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pool = redis_pool(codec="lossless")
+    await stored(pool)
+    with monkeypatch.context() as patch:
+        patch.setattr("kvtier.tiers.lossless.native.available", lambda: False)
+        assert await found(pool) == 0
+    assert await found(pool) == len(TOKENS)
 
 
 class Lengths(WrapperBackend):

@@ -158,8 +158,13 @@ class MooncakeClient:
 
     def lengths(self, names: Sequence[str]) -> list[int]:
         """Return the length of each value, or a negative code."""
-        store = self._joined()
-        return self._track([store.get_size(name) for name in names])
+        store, found = self._joined(), []
+        for name in names:
+            found.append(store.get_size(name))
+            if found[-1] in UNREACHED:  # Each further one would wait as long.
+                found += found[-1:] * (len(names) - len(found))
+                break
+        return self._track(found)
 
     def put(self, names: Sequence[str], views: Sequence[memoryview]) -> list[int]:
         """Store each view, replacing any previous value. Returns 0 on success. Names must be unique."""
