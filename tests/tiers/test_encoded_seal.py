@@ -152,6 +152,43 @@ async def test_corrupt_chunk_in_memory_affects_no_other() -> None:
         assert set(lengths) == {make_key(2), make_key(4)}
 
 
+async def test_chunk_that_was_damaged_after_it_was_hashed_is_not_stored() -> None:
+    """It would get a new checksum, which matches."""
+    lengths: dict[Any, int] = {}
+    async with opened(memory()) as backend:
+        seal = sealed(backend, runs(), lengths)
+        damaged, other = constant(1), constant(2)
+        for key, view in (damaged, other):
+            ChunkHeader.parse(view).seal(view)
+            assert is_sealed(view)
+        damaged[1][HEADER_BYTES + 7] ^= 1
+        dropped = []
+        seal._sealer.on_corrupt = lambda key, view: dropped.append(key)
+        assert list(await seal.put([damaged, other])) == [MISS, OK]
+        assert (dropped, seal._sealer.corrupt) == ([make_key(1)], 1)
+
+
+class Boundless(Runs):
+    """Does not know how long anything becomes."""
+
+    def max_encoded_bytes(self, chunk: ChunkHeader, layout: ChunkLayout | None) -> int:
+        raise ValueError("no bound")
+
+    def encode(
+        self, chunk: ChunkHeader, layout: ChunkLayout | None, source: memoryview, target: memoryview
+    ) -> int:
+        raise ValueError("no room")
+
+
+async def test_codec_without_a_bound(caplog: pytest.LogCaptureFixture) -> None:
+    lengths: dict[Any, int] = {}
+    async with opened(memory()) as backend:
+        seal = sealed(backend, Boundless(CodecSettings(type="boundless")), lengths)
+        assert list(await seal.put([constant(1)])) == [OK]
+        assert list(await seal.get(blanks([1]))) == [OK]
+    assert "has no bound for a chunk: ValueError('no bound')" in caplog.text
+
+
 def damage_value(raw: memoryview) -> None:
     """Change the byte of a run: it can be decoded, to other content."""
     raw[HEADER_BYTES + 1] ^= 1

@@ -183,9 +183,13 @@ async def test_tenants_have_different_keys() -> None:
     ("keys", "reason"), [(None, "is encrypted"), (Keys({1: TWO}), "was not encrypted with")]
 )
 async def test_with_another_key_or_none_a_pool_keeps_it(
-    keys: Keys | None, reason: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    keys: Keys | None,
+    reason: str,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """It is a miss, with its reason, and stays there for those who can read it."""
+    """It is a miss, with its reason, and stays there for those who can read it, also when it is stored."""
     if missing := RedisServer.missing():
         pytest.skip(missing)
     with RedisServer(tmp_path) as server:
@@ -198,11 +202,14 @@ async def test_with_another_key_or_none_a_pool_keeps_it(
             assert list(await sealed(backend, Keys({1: ONE}), Tenants()).put([item])) == [Outcome.OK]
             seal = sealed(backend, keys, Tenants())
             assert list(await seal.get([blank_of(item)])) == [Outcome.MISS]
-            assert seal.corrupt == 0
+            assert (seal.corrupt, seal.unreadable) == (0, 1)
             assert reason in caplog.text
-            assert list(await sealed(backend, Keys({1: ONE}), Tenants()).get([blank_of(item)])) == [
-                Outcome.OK
-            ]
+            assert list(await seal.put([chunk(2), item, chunk(3)])) == [Outcome.OK, Outcome.MISS, Outcome.OK]
+            owner = sealed(backend, Keys({1: ONE}), Tenants())
+            assert list(await owner.get([blank_of(item)])) == [Outcome.OK]
+            monkeypatch.setattr("kvtier.tiers.seal.OF_OTHERS_SECONDS", 0)
+            assert list(await seal.put([item])) == [Outcome.OK]
+            assert list(await seal.get([blank_of(item)])) == [Outcome.OK]
 
 
 async def test_what_is_not_encrypted_is_not_accepted() -> None:

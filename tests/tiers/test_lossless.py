@@ -216,7 +216,7 @@ class Lengths(WrapperBackend):
 
 
 @pytest.mark.anyio
-@pytest.mark.parametrize("length", [-1, 0, 1, 4096, 1 << 62])
+@pytest.mark.parametrize("length", [-1, 0, 1, 4096, 4097, 1 << 62])
 async def test_lengths_of_a_pool_are_not_trusted(length: int) -> None:
     payload = HALVES["bfloat16"][:20_000]
     key, view = make_key(1), memoryview(bytearray(object_bytes(len(payload))))
