@@ -349,9 +349,9 @@ class EncodedSeal(Seal):
             for (at, _), view in zip(valid, encoded, strict=True):
                 if isinstance(view, Fault):
                     self._sealer.damaged(items[at], view.kind, view.text)
-                else:
+                elif not replaces or (view is not None and len(view) < len(items[at][1])):
                     stored[at] = view
-            plain = [] if replaces else [at for at, view in stored.items() if view is None]
+            plain = [at for at, view in stored.items() if view is None]
             for at, seal in zip(plain, await self._sealer.seal([items[at] for at in plain]), strict=True):
                 stored[at] = items[at][1] if seal is not None else None
             views = [(at, view) for at, view in stored.items() if view is not None]
@@ -436,9 +436,10 @@ class EncodedSeal(Seal):
         if missed and self._pool is None:
             now = await self._lengths([items[at] for at in missed])
             replaced = [(at, length) for at, length in zip(missed, now, strict=True) if length != lengths[at]]
-            again = await self._get([items[at] for at, _ in replaced], [length for _, length in replaced])
-            for (at, _), outcome in zip(replaced, again, strict=True):
-                outcomes[at] = outcome
+            if replaced:
+                again = await self._get([items[at] for at, _ in replaced], [length for _, length in replaced])
+                for (at, _), outcome in zip(replaced, again, strict=True):
+                    outcomes[at] = outcome
         return outcomes
 
     async def _get(self, items: Sequence[GetItem], lengths: Sequence[int]) -> Sequence[Outcome]:
