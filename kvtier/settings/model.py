@@ -156,8 +156,8 @@ class TierSettings(SettingsModel):
         default={"type": "identity"},
         description=(
             "Codec that encodes chunks in this tier: `identity` stores them as they are, `lossless` in fewer "
-            "bytes (bfloat16: 1.4 times), `auto` does that while it pays, as measured; others are provided by "
-            "plugins. Or a mapping of its settings with its name as `type`. Not for the first tier. In a "
+            "bytes (bfloat16: 1.4 times), `auto` does that while it pays, as measured; plugins provide "
+            "others. Or a mapping of its settings with its name as `type`. Not for the first tier. In a "
             "shared pool, all hosts need a codec: to those without, encoded chunks are misses."
         ),
         examples=["lossless"],

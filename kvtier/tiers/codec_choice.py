@@ -40,7 +40,7 @@ class CodecChoice:
     def __init__(
         self, is_full: Callable[[], bool], min_gain: float, *, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        """``is_full``: whether the tier evicts. ``min_gain``: the part of the bytes that encoding must save."""
+        """``is_full``: whether the tier evicts. ``min_gain``: the part of the bytes that it must save."""
         self._is_full = is_full
         self._min_gain = min_gain
         self._clock = clock

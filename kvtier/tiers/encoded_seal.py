@@ -378,9 +378,7 @@ class EncodedSeal(Seal):
         with encoder.scratch(lengths) as buffers:
             work = [(*each, stored) for each, stored in zip(valid, buffers, strict=False)]
             encode = encoder.encode_payload
-            found = await spread(
-                lambda one: encode(*one), work, parts=PARTS_AT_ONCE, executor=self._executor
-            )
+            found = await spread(lambda one: encode(*one), work, parts=PARTS_AT_ONCE, executor=self._executor)
             encoded = [
                 (header, stored, length, target)
                 for (header, _, stored), length, target in zip(work, found, buffers[len(work) :], strict=True)

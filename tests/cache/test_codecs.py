@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import random
 import signal
-import subprocess
 import sys
 from pathlib import Path
 
@@ -76,7 +75,7 @@ async def test_auto(
 ) -> None:
     """Encodes while that pays: with a gain, or in a full tier."""
     monkeypatch.setattr(CodecChoice, "gain", gain)
-    monkeypatch.setattr(encode.EncodeStage, "run", lambda self, tier: anyio.sleep(0))
+    monkeypatch.setattr(encode.EncodeStage, "run", lambda self, tier: anyio.sleep_forever())
     async with TieredCache.open(with_codec(settings, "auto", ssd=ssd)) as cache:
         for seed in range(2):
             await store(cache, prompt(TOKENS, seed))
@@ -212,19 +211,17 @@ anyio.run(main)
 """
 
 
-async def test_kill_while_chunks_are_encoded(
-    settings: MakeSettings, prompt: Prompt, tmp_path: Path
-) -> None:
+async def test_kill_while_chunks_are_encoded(settings: MakeSettings, prompt: Prompt, tmp_path: Path) -> None:
     """Nothing is lost: each chunk is there, in one form or the other."""
     async with TieredCache.open(settings()) as cache:
         for seed in range(16):
             await store(cache, prompt(TOKENS, seed))
     configured = with_codec(settings, "lossless")
     argument = configured.model_dump_json(include={"chunk_tokens", "tiers"})
-    process = subprocess.Popen([sys.executable, "-c", KILLED, argument])
+    process = await anyio.open_process([sys.executable, "-c", KILLED, argument], stdout=None, stderr=None)
     await until(lambda: min(sizes(tmp_path / "ssd")) < SMALLER)
     process.send_signal(signal.SIGKILL)
-    process.wait()
+    await process.wait()
     for file in (tmp_path / "ssd").rglob("*"):
         if len(file.name) >= 64:
             StoredHeader.parse(file.read_bytes()[:4096])

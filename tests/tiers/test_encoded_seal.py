@@ -158,7 +158,7 @@ async def test_chunk_that_was_damaged_after_it_was_hashed_is_not_stored() -> Non
     async with opened(memory()) as backend:
         seal = sealed(backend, runs(), lengths)
         damaged, other = constant(1), constant(2)
-        for key, view in (damaged, other):
+        for _, view in (damaged, other):
             ChunkHeader.parse(view).seal(view)
             assert is_sealed(view)
         damaged[1][HEADER_BYTES + 7] ^= 1
