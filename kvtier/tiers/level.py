@@ -128,12 +128,6 @@ class Level:
         return 0 if self.capacity is None else max(0, self.used_bytes + incoming - self.capacity)
 
     @property
-    def is_full(self) -> bool:
-        """Whether it evicts, or has just evicted."""
-        settings = self._local
-        return settings is not None and self.used_bytes >= settings.capacity * settings.low_watermark
-
-    @property
     def eviction(self) -> str:
         """The name of its eviction policy; empty for a shared pool."""
         return "" if self._local is None else self._local.eviction["type"]

@@ -42,6 +42,8 @@ logger = logging.getLogger("kvtier")
 ItemT = TypeVar("ItemT")
 ResultT = TypeVar("ResultT")
 
+FULL_SECONDS = 3600.0
+"""For this long after it was full, a tier counts as full: what was encoded since may be the reason."""
 Settle = Callable[[Sequence[ChunkBytes], Sequence[Outcome]], None]
 """Receives a batch and its outcomes when the backend call ends, even if that is after the deadline."""
 
@@ -145,7 +147,7 @@ class Tier(Level):
         if encoder is None:
             self.seal = Seal(backend, sealer, verify=self.capabilities.arena is None)
         else:
-            self.seal = EncodedSeal(backend, sealer, encoder, catalog, index, lambda: self.is_full)
+            self.seal = EncodedSeal(backend, sealer, encoder, catalog, index, self.is_full)
         self._deletions = Deletions(settings.name, backend, kept=self._miss)
         self._tasks = tasks
         self._slots = Slots(settings.concurrency)
@@ -160,6 +162,7 @@ class Tier(Level):
         """What the medium holds that is not in the catalog, and why; ``None`` if that is nothing."""
         self.incomplete = anyio.Event()
         """Set when there is such."""
+        self._full_until = 0.0
         self._keeps_everything = False
         """Whether the medium has deleted nothing of the last eviction, and was not scanned since."""
 
@@ -192,6 +195,13 @@ class Tier(Level):
     def choice(self) -> CodecChoice | None:
         """What decides whether it encodes; ``None`` without ``codec: auto``."""
         return self.seal.choice if isinstance(self.seal, EncodedSeal) else None
+
+    def is_full(self) -> bool:
+        """Whether it evicts, or would have lately if it had not encoded what it holds."""
+        settings, now = self._local, time.monotonic()
+        if settings is not None and self.used_bytes >= settings.capacity * settings.low_watermark:
+            self._full_until = now + FULL_SECONDS
+        return now < self._full_until
 
     @property
     def has_codec(self) -> bool:
