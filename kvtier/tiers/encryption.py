@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import os
 import re
-from functools import lru_cache
 from pathlib import Path
 
 from blake3 import blake3
@@ -43,8 +42,8 @@ class Keys:
         """``keys``: by number; the first encrypts."""
         self.current = next(iter(keys))
         self._keys = keys
-        # Not of a function of the module, which would keep keys of tiers that were closed.
-        self._of_tenant = lru_cache(TENANTS)(self._derive_for_tenant)
+        self._of_marks = _derived(keys[self.current], b"kvtier marks v1", b"")
+        self._of_tenant: dict[tuple[int, bytes], bytes] = {}
 
     @classmethod
     def load(cls, path: Path, place: str) -> Keys:
@@ -89,16 +88,14 @@ class Keys:
         cipher.finalize()
         return used._replace(tag=cipher.tag)
 
-    @staticmethod
-    def mark_of(tenant: str) -> bytes:
-        """Return what identifies a tenant in headers."""
-        return blake3(tenant.encode()).digest(TENANT_BYTES) if tenant else bytes(TENANT_BYTES)
+    def mark_of(self, tenant: str) -> bytes:
+        """Return what identifies a tenant in headers to those who have the first key; zeros without one."""
+        if not tenant:
+            return bytes(TENANT_BYTES)
+        return blake3(tenant.encode(), key=self._of_marks).digest(TENANT_BYTES)
 
-    def decrypt(self, stored: StoredHeader, source: memoryview, target: memoryview) -> None:
-        """Decrypt a payload into ``target``, which is as long, and may be ``source``.
-
-        Raises :class:`UnreadableChunk` if the key is not known, or another one, or anything was changed.
-        """
+    def encryption_of(self, stored: StoredHeader) -> Encryption:
+        """Return how an object was encrypted. Raises :class:`UnreadableChunk` if not with a known key."""
         used = stored.encryption
         if used is None:
             raise UnreadableChunk("is not encrypted, but the tier has `encrypt`")
@@ -106,6 +103,14 @@ class Keys:
             raise UnreadableChunk(
                 "is encrypted with key {}, which the key file does not have", used.key_number
             )
+        return used
+
+    def decrypt(self, stored: StoredHeader, source: memoryview, target: memoryview) -> None:
+        """Decrypt a payload into ``target``, which is as long, and may be ``source``.
+
+        Raises :class:`UnreadableChunk` if the key is not known, or another one, or anything was changed.
+        """
+        used = self.encryption_of(stored)
         cipher = Cipher(
             algorithms.AES(self._key(stored.chunk.key, used)), modes.GCM(_NONCE, used.tag)
         ).decryptor()
@@ -123,11 +128,14 @@ class Keys:
             ) from None
 
     def _key(self, chunk: ChunkKey, used: Encryption) -> bytes:
-        of_tenant = self._of_tenant(used.key_number, used.tenant)
+        tenant = used.key_number, used.tenant
+        of_tenant = self._of_tenant.get(tenant)
+        if of_tenant is None:
+            of_tenant = _derived(self._keys[used.key_number], b"kvtier tenant v1" + used.tenant, b"")
+            if len(self._of_tenant) >= TENANTS:
+                self._of_tenant.clear()
+            self._of_tenant[tenant] = of_tenant
         return _derived(of_tenant, b"kvtier object v1" + chunk, used.salt)
-
-    def _derive_for_tenant(self, number: int, tenant: bytes) -> bytes:
-        return _derived(self._keys[number], b"kvtier tenant v1" + tenant, b"")
 
 
 def _derived(key: bytes, info: bytes, salt: bytes) -> bytes:
