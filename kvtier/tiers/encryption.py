@@ -49,12 +49,19 @@ class Keys:
     def load(cls, path: Path, place: str) -> Keys:
         """Read a key file. ``place``: of the setting. Raises :class:`TierError`, which quotes no key."""
         try:
-            mode = path.stat().st_mode
             with path.open() as file:
+                # Of the file that is read: its path may lead to another one a moment later.
+                status = os.fstat(file.fileno())
                 lines = file.read(MAX_FILE_BYTES).splitlines()
         except (OSError, UnicodeDecodeError) as error:
             raise TierError(f"{place}: cannot read the key file {path} ({error})", _HOW) from None
-        if mode & 0o027:  # A group may read it: that is how orchestrators mount secrets.
+        if status.st_uid not in (0, user := os.geteuid()):
+            raise TierError(
+                f"{place}: user {status.st_uid} owns the key file {path}, and could change it",
+                f"as root, chown {user} {path}",
+            )
+        # A group may read it: that is how orchestrators mount secrets.
+        if status.st_mode & 0o027:
             raise TierError(f"{place}: others may read or change the key file {path}", f"chmod 600 {path}")
         keys: dict[int, bytes] = {}
         for number, line in enumerate(lines, 1):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import weakref
 from pathlib import Path
 from typing import Any
@@ -320,6 +321,45 @@ def test_key_files_that_others_may_read(tmp_path: Path) -> None:
     assert Keys.load(file, "tier 'ssd': encrypt").current == 1
     with pytest.raises(TierError, match="cannot read the key file"):
         Keys.load(tmp_path / "none", "tier 'ssd': encrypt")
+
+
+@pytest.fixture
+def file_of_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A key file of a user that is neither this one nor root."""
+    file = tmp_path / "keys"
+    file.write_text(f"1 {KEY}")
+    file.chmod(0o600)
+    if os.geteuid() == 0:
+        os.chown(file, 4321, -1)
+    monkeypatch.setattr(os, "geteuid", lambda: 1234)
+    return file
+
+
+def test_key_files_of_others(file_of_another: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their owner could change them at any time."""
+    owner = file_of_another.stat().st_uid
+    with pytest.raises(TierError, match=rf"user {owner} owns .*: as root, chown 1234 {file_of_another}"):
+        Keys.load(file_of_another, "tier 'ssd': encrypt")
+    monkeypatch.setattr(os, "geteuid", lambda: owner)
+    assert Keys.load(file_of_another, "tier 'ssd': encrypt").current == 1
+
+
+def test_key_file_that_is_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is checked is what is read."""
+    file, other = tmp_path / "keys", tmp_path / "others"
+    for path, mode in ((file, 0o600), (other, 0o644)):
+        path.write_text(f"1 {KEY}")
+        path.chmod(mode)
+    real = Path.open
+
+    def replaced(path: Path, *arguments: Any, **named: Any) -> Any:
+        if other.exists():
+            other.replace(file)
+        return real(path, *arguments, **named)
+
+    monkeypatch.setattr(Path, "open", replaced)
+    with pytest.raises(TierError, match="others may read or change"):
+        Keys.load(file, "tier 'ssd': encrypt")
 
 
 @pytest.mark.parametrize("where", [0, 1])
