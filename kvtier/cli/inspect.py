@@ -53,11 +53,13 @@ def ls(
 def verify(
     folder: Folder,
     delete: Annotated[bool, typer.Option("--delete", help="Remove corrupt chunks.")] = False,
+    key_file: Annotated[Path | None, KEY_FILE] = None,
 ) -> None:
     """Read every chunk, verify its header and checksum, and decode it.
 
-    Exit status 1 if any is corrupt, whether removed or not, or unreadable. A cache process may be running,
-    except with --delete.
+    What is encrypted is decoded with --key-file only. Exit status 1 if any is corrupt, whether removed or
+    not, or unreadable: those are never removed, as another codec or key may read them. A cache process may be
+    running, except with --delete.
     """
     import anyio
 
@@ -77,14 +79,20 @@ def verify(
         def show(done: int, total: int) -> None:
             progress.update(bar, completed=done, total=total)
 
-        checked, read, corrupt = anyio.run(
-            partial(inspect_files.verify, folder, delete=delete, progress=show, failed=note)
+        checked, read, corrupt, unreadable, encrypted = anyio.run(
+            partial(
+                inspect_files.verify, folder, delete=delete, progress=show, failed=note, key_file=key_file
+            )
         )
     for path, problem in corrupt:
         output().print(f"[red]corrupt[/red] {escape(str(path))}: {escape(problem)}")
+    _print_failures("unreadable", unreadable)
     removed = " and removed" if delete and corrupt else ""
-    output().print(f"{checked} chunks, {format_size(read)} read, {len(corrupt)} corrupt{removed}.")
-    if corrupt or unread:
+    others = f", {unreadable.count} unreadable" if unreadable.count else ""
+    output().print(f"{checked} chunks, {format_size(read)} read, {len(corrupt)} corrupt{removed}{others}.")
+    if encrypted:
+        output().print(f"{encrypted} are encrypted, and only their checksum was verified: use --key-file.")
+    if corrupt or unread or unreadable.count:
         raise typer.Exit(1)
 
 

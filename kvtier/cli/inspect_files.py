@@ -21,7 +21,7 @@ from kvtier.backends.base import Outcome
 from kvtier.backends.disk.folder import ObjectFolder, lock_holder, object_path
 from kvtier.backends.disk.scan import LISTED_AT_ONCE, Failed, listed, walk
 from kvtier.concurrency.tasks import open_tasks
-from kvtier.errors import CorruptChunk, IncompleteScan, TierError
+from kvtier.errors import CorruptChunk, IncompleteScan, TierError, UnreadableChunk
 from kvtier.memory.header import HEADER_BYTES, IDENTITY, StoredHeader
 from kvtier.memory.keys import ChunkKey
 from kvtier.plugins import Plugins
@@ -80,6 +80,10 @@ class Verification(NamedTuple):
     """Bytes read."""
     corrupt: list[tuple[Path, str]]
     """The corrupt files, with the reason."""
+    unreadable: Failures
+    """Those that may be valid, but cannot be read, or not with these settings. They are not deleted."""
+    encrypted: int
+    """Those of which only the checksum was verified."""
 
 
 async def list_chunks(folder: Path, limit: int, failed: Failed) -> Listing:
@@ -109,30 +113,39 @@ class Rekeyed(NamedTuple):
 
 
 async def verify(
-    folder: Path, *, delete: bool, progress: Callable[[int, int], None], failed: Failed
+    folder: Path,
+    *,
+    delete: bool,
+    progress: Callable[[int, int], None],
+    failed: Failed,
+    key_file: Path | None = None,
 ) -> Verification:
     """Read and verify every chunk. ``delete`` removes corrupt ones, and requires a folder that is not in use.
 
     ``progress`` receives the bytes verified, and the bytes of all chunks, ``failed`` unreadable folders.
+    Without ``key_file``, what is encrypted is not decoded. Raises :class:`TierError`.
     """
-    checked = read = done = 0
-    codecs = {codec.code: codec for codec in Plugins.load([]).all_codecs().values()}
+    keys = None if key_file is None else load_keys(key_file, "--key-file")
+    checked = read = done = encrypted = 0
+    unreadable = Failures()
+    codecs = {codec.code: codec for codec in Plugins.load().all_codecs().values()}
     corrupt: list[tuple[Path, str]] = []
 
     async def verify_from_queue() -> None:  # Several at once, from one iterator.
-        nonlocal checked, read, done
+        nonlocal checked, read, done, encrypted
         for file in queue:
             try:
                 async with aiofiles.open(file.path, "rb", buffering=0) as stream:
                     content = await stream.readall()
                 read += len(content)
-                _verify(memoryview(content), ChunkKey(bytes.fromhex(file.path.stem)), codecs)
+                key = ChunkKey(bytes.fromhex(file.path.stem))
+                encrypted += not _verify(memoryview(content), key, codecs, keys)
             except FileNotFoundError:
                 # Evicted by a running cache process.
                 continue
-            except OSError as error:
+            except (OSError, UnreadableChunk) as error:
                 # Not deleted, as its content is unknown.
-                corrupt.append((file.path, f"cannot be read: {error}"))
+                unreadable.add(file.path, error)
             except CorruptChunk as error:
                 corrupt.append((file.path, str(error)))
                 if delete:
@@ -149,7 +162,7 @@ async def verify(
         async with open_tasks() as tasks:
             for _ in range(READERS):
                 tasks.start_soon(verify_from_queue)
-    return Verification(checked, read, sorted(corrupt))
+    return Verification(checked, read, sorted(corrupt), unreadable, encrypted)
 
 
 async def claimed_chunks(folder: Path) -> list[ChunkFile]:
@@ -282,17 +295,31 @@ def _unlink_all(files: Sequence[ChunkFile]) -> None:
         file.path.unlink(missing_ok=True)
 
 
-def _verify(stored: memoryview, key: ChunkKey, codecs: Mapping[int, Codec]) -> None:
-    """Verify a chunk object, and decode it if its codec is known. Raises :class:`CorruptChunk`."""
+def _verify(stored: memoryview, key: ChunkKey, codecs: Mapping[int, Codec], keys: Keys | None) -> bool:
+    """Verify a chunk object, and decode it. Return whether it was, which needs keys if it is encrypted.
+
+    Raises :class:`CorruptChunk`.
+    """
     header = StoredHeader.verify(stored, key)
-    codec = codecs.get(header.codec)
-    if header.codec == IDENTITY or header.encryption is not None or codec is None:
-        return
     payload = stored[HEADER_BYTES : HEADER_BYTES + header.stored_bytes]
+    if header.encryption is not None:
+        if keys is None:
+            return False
+        decrypted = memoryview(bytearray(header.stored_bytes))
+        keys.decrypt(header, payload, decrypted)
+        payload = decrypted
+    if header.codec not in codecs:
+        raise UnreadableChunk("is encoded by codec {}, which is not installed", header.codec)
+    if header.codec == IDENTITY:
+        return True
     try:
-        codec.decode(header.chunk, None, payload, memoryview(bytearray(header.chunk.payload_bytes)))
+        target = memoryview(bytearray(header.chunk.payload_bytes))
+        codecs[header.codec].decode(header.chunk, None, payload, target)
+    except (OSError, UnreadableChunk) as error:
+        raise UnreadableChunk("cannot be decoded here: {}", error) from error
     except Exception as error:
         raise CorruptChunk("cannot be decoded: {!r}", error) from error
+    return True
 
 
 def _describe(file: ChunkFile, codecs: Mapping[int, str]) -> dict[str, object]:

@@ -7,16 +7,19 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
 
 from kvtier.backends.disk.backend import object_path
 from kvtier.cli import cache_process, inspect, inspect_files
+from kvtier.hookmarkers import hookimpl
 from kvtier.memory.header import HEADER_BYTES, StoredHeader, object_bytes
 from kvtier.memory.keys import ChunkKey
+from kvtier.plugins import Plugins
 from kvtier.tiers.codec import CodecSettings
 from kvtier.tiers.encryption import Keys
 from kvtier.tiers.lossless import LosslessCodec
@@ -101,8 +104,69 @@ def test_verify_decodes(kvtier: Kvtier, folder: Path, encoded: Path) -> None:
     assert "cannot be decoded" in result.output
     StoredHeader.seal(stored, header.chunk, 40_000, header.stored_bytes, checksum=True)
     encoded.write_bytes(stored)
-    assert "0 corrupt" in kvtier("inspect", "verify", folder).output, "a plugin's"
+    result = kvtier("inspect", "verify", folder, "--delete")
+    assert result.status == 1
+    assert f"unreadable {encoded}: is encoded by codec 40000, which is not installed" in result.output
+    assert "0 corrupt, 1 unreadable." in result.output
+    assert encoded.exists(), "a plugin may read it"
     assert "code 40000" in kvtier("inspect", "ls", folder, "--json").output
+
+
+def test_verify_decodes_with_plugins(
+    kvtier: Kvtier, folder: Path, encoded: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Other(LosslessCodec):
+        code = 40_000
+
+    load = Plugins.load
+
+    def load_all(only: Sequence[str] | None = None, *_: Any) -> Plugins:
+        plugins = load([])
+        if only is None:
+            plugin = ModuleType("mine")
+            vars(plugin)["kvtier_codecs"] = hookimpl(lambda: {"other": Other})
+            plugins.register(plugin, "mine", "mine 1")
+        return plugins
+
+    monkeypatch.setattr(Plugins, "load", load_all)
+    stored = memoryview(bytearray(encoded.read_bytes()))
+    header = StoredHeader.parse(stored)
+    StoredHeader.seal(stored, header.chunk, Other.code, header.stored_bytes, checksum=True)
+    encoded.write_bytes(stored)
+    assert kvtier("inspect", "verify", folder).status == 0
+    stored[HEADER_BYTES] ^= 1
+    StoredHeader.seal(stored, header.chunk, Other.code, header.stored_bytes, checksum=True)
+    encoded.write_bytes(stored)
+    assert f"corrupt {encoded}: cannot be decoded" in kvtier("inspect", "verify", folder).output
+
+
+def test_verify_without_the_native_core(
+    kvtier: Kvtier, folder: Path, encoded: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What only that decodes is not corrupt."""
+    monkeypatch.setattr("kvtier.tiers.lossless.native.available", lambda: False)
+    result = kvtier("inspect", "verify", folder, "--delete")
+    assert result.status == 1
+    assert f"unreadable {encoded}: cannot be decoded here: needs the native core" in result.output
+    assert encoded.exists()
+
+
+def test_verify_of_a_file_that_cannot_be_read(
+    kvtier: Kvtier, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, real = chunks(folder)[1], inspect_files.aiofiles.open
+
+    def fail(name: Path, *arguments: Any, **named: Any) -> Any:
+        if name == path:
+            raise OSError(errno.EIO, "Input/output error", str(name))
+        return real(name, *arguments, **named)
+
+    monkeypatch.setattr(inspect_files.aiofiles, "open", fail)
+    result = kvtier("inspect", "verify", folder, "--delete")
+    assert result.status == 1
+    assert f"unreadable {path}: Input/output error\n" in result.output
+    assert "3 chunks, 16KiB read, 0 corrupt, 1 unreadable." in result.output
+    assert path.exists()
 
 
 def test_ls_describes_an_invalid_header(kvtier: Kvtier, folder: Path) -> None:
@@ -522,6 +586,74 @@ def test_rekey_that_is_killed(rekey: Rekey, folder: Path, key_file: Path) -> Non
     assert encrypted.count(True) == 2
     assert "3 chunks, 1 encrypted" in rekey("--plain").output
     assert payloads(folder, Keys.load(key_file, "here")) == before
+
+
+def reseal(file: Path, change: int) -> None:
+    """Change a byte of an encrypted payload, and compute the checksum again."""
+    content = memoryview(bytearray(file.read_bytes()))
+    header = StoredHeader.parse(content)
+    content[HEADER_BYTES + change] ^= 1
+    StoredHeader.seal(
+        content,
+        header.chunk,
+        header.codec,
+        header.stored_bytes,
+        checksum=True,
+        encryption=header.encryption,
+    )
+    file.write_bytes(content)
+
+
+def test_verify_decrypts_with_the_key_file(
+    kvtier: Kvtier, folder: Path, encrypted: list[Path], key_file: Path
+) -> None:
+    """Without it, there are only checksums, which anyone can compute again."""
+    reseal(encrypted[1], 100)
+    result = kvtier("inspect", "verify", folder)
+    assert result.status == 0
+    assert "3 chunks, 24KiB read, 0 corrupt.\n" in result.output
+    assert "3 are encrypted, and only their checksum was verified: use --key-file." in result.output
+    result = kvtier("inspect", "verify", folder, "--key-file", key_file, "--delete")
+    assert result.status == 1
+    assert (
+        f"unreadable {encrypted[1]}: was not encrypted with key 1 of the key file, or chan" in result.output
+    )
+    assert "3 chunks, 24KiB read, 0 corrupt, 1 unreadable.\n" in result.output
+    assert "checksum" not in result.output
+    assert chunks(folder) == encrypted
+    reseal(encrypted[1], 100)
+    assert kvtier("inspect", "verify", folder, "--key-file", key_file).status == 0
+
+
+@pytest.mark.usefixtures("encoded")
+def test_verify_decodes_what_is_encrypted(
+    kvtier: Kvtier, rekey: Rekey, folder: Path, key_file: Path, encoded: Path
+) -> None:
+    """What was encrypted with the key, but cannot be decoded, is corrupt."""
+    stored = memoryview(bytearray(encoded.read_bytes()))
+    header = StoredHeader.parse(stored)
+    rekey("--plain")
+    assert kvtier("inspect", "verify", folder, "--key-file", key_file).status == 0
+    keys, payload = Keys.load(key_file, "here"), stored[HEADER_BYTES : HEADER_BYTES + header.stored_bytes]
+    payload[0] ^= 1
+    used = keys.encrypt(header.chunk, header.codec, keys.mark_of(""), payload, payload)
+    StoredHeader.seal(stored, header.chunk, header.codec, len(payload), checksum=True, encryption=used)
+    encoded.write_bytes(stored)
+    result = kvtier("inspect", "verify", folder, "--key-file", key_file, "--delete")
+    assert f"corrupt {encoded}: cannot be decoded" in result.output
+    assert "1 corrupt and removed." in result.output
+    assert not encoded.exists()
+
+
+def test_verify_keeps_what_has_an_unknown_key(
+    kvtier: Kvtier, folder: Path, encrypted: list[Path], key_file: Path
+) -> None:
+    for content in (f"2 {'cd' * 32}", f"1 {'cd' * 32}"):
+        key_file.write_text(content)
+        result = kvtier("inspect", "verify", folder, "--key-file", key_file, "--delete")
+        assert result.status == 1
+        assert "0 corrupt, 3 unreadable." in result.output
+        assert chunks(folder) == encrypted
 
 
 @pytest.mark.parametrize(
