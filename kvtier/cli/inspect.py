@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.markup import escape
 from rich.progress import Progress
 
 from kvtier.cli.terminal import AsJson, messages, output, print_json, table
+
+if TYPE_CHECKING:
+    from kvtier.cli.inspect_files import Failures
 
 app = typer.Typer(
     name="inspect", no_args_is_help=True, help="List, verify and remove the chunks in a disk tier's folder."
@@ -19,6 +22,7 @@ app = typer.Typer(
 Folder = Annotated[
     Path, typer.Argument(metavar="DIR", exists=True, file_okay=False, help="The `path` of a disk tier.")
 ]
+KEY_FILE = typer.Option("--key-file", exists=True, dir_okay=False, help="The `encrypt.key_file` of the tier.")
 
 
 @app.command()
@@ -49,11 +53,13 @@ def ls(
 def verify(
     folder: Folder,
     delete: Annotated[bool, typer.Option("--delete", help="Remove corrupt chunks.")] = False,
+    key_file: Annotated[Path | None, KEY_FILE] = None,
 ) -> None:
     """Read every chunk, verify its header and checksum, and decode it.
 
-    Exit status 1 if any is corrupt, whether removed or not, or unreadable. A cache process may be running,
-    except with --delete.
+    What is encrypted is decoded with --key-file only. Exit status 1 if any is corrupt, whether removed or
+    not, or unreadable: those are never removed, as another codec or key may read them. A cache process may be
+    running, except with --delete.
     """
     import anyio
 
@@ -73,47 +79,58 @@ def verify(
         def show(done: int, total: int) -> None:
             progress.update(bar, completed=done, total=total)
 
-        checked, read, corrupt = anyio.run(
-            partial(inspect_files.verify, folder, delete=delete, progress=show, failed=note)
+        checked, read, corrupt, unreadable, encrypted = anyio.run(
+            partial(
+                inspect_files.verify, folder, delete=delete, progress=show, failed=note, key_file=key_file
+            )
         )
     for path, problem in corrupt:
         output().print(f"[red]corrupt[/red] {escape(str(path))}: {escape(problem)}")
+    _print_failures("unreadable", unreadable)
     removed = " and removed" if delete and corrupt else ""
-    output().print(f"{checked} chunks, {format_size(read)} read, {len(corrupt)} corrupt{removed}.")
-    if corrupt or unread:
+    others = f", {unreadable.count} unreadable" if unreadable.count else ""
+    output().print(f"{checked} chunks, {format_size(read)} read, {len(corrupt)} corrupt{removed}{others}.")
+    if encrypted:
+        output().print(f"{encrypted} are encrypted, and only their checksum was verified: use --key-file.")
+    if corrupt or unread or unreadable.count:
         raise typer.Exit(1)
 
 
 @app.command()
 def rekey(
     folder: Folder,
-    key_file: Annotated[
-        Path,
-        typer.Option("--key-file", exists=True, dir_okay=False, help="The `encrypt.key_file` of the tier."),
-    ],
+    key_file: Annotated[Path, KEY_FILE],
+    plain: Annotated[
+        bool,
+        typer.Option(
+            "--plain",
+            help="Also encrypt chunks that are not encrypted: only if nobody else could write to the folder.",
+        ),
+    ] = False,
 ) -> None:
     """Encrypt the chunks again that are not encrypted with the first key of the file.
 
-    Also those that are not encrypted at all. Refused while a cache process uses the folder. If interrupted,
-    run it again. Exit status 1 if some could not be read.
+    Decrypts all, also those with the first key, to see whether the keys are theirs. Refused while a cache
+    process uses the folder. If interrupted, run it again. Exit status 1 if some could not be read.
     """
     import anyio
 
     from kvtier.cli import inspect_files
 
     with Progress(console=messages(), transient=True) as progress:
-        bar = progress.add_task("encrypting", total=None)
+        bar = progress.add_task("encrypting", total=1)
 
-        def show(done: int, total: int) -> None:
-            progress.update(bar, completed=done, total=total)
+        def show(done: float) -> None:
+            progress.update(bar, completed=done)
 
-        found = anyio.run(inspect_files.rekey, folder, key_file, show)
-    for path, problem in found.failed:
-        output().print(f"[red]unchanged[/red] {escape(str(path))}: {escape(problem)}")
+        found = anyio.run(partial(inspect_files.rekey, folder, key_file, show, plain=plain))
+    _print_failures("unchanged", found.failed)
     output().print(
         f"{found.chunks} chunks, {found.changed} encrypted with the first key of {escape(str(key_file))}."
     )
-    if found.failed:
+    if found.plain:
+        output().print(f"{found.plain} are not encrypted, and left so: see --plain.")
+    if found.failed.count:
         raise typer.Exit(1)
 
 
@@ -145,6 +162,13 @@ def _print_unread(path: Path, error: OSError) -> None:
     messages().print(
         f"[yellow]cannot read[/yellow] {escape(str(path))}: {escape(error.strerror or str(error))}"
     )
+
+
+def _print_failures(what: str, failures: Failures) -> None:
+    for path, problem in sorted(failures.first):
+        output().print(f"[red]{what}[/red] {escape(str(path))}: {escape(problem)}")
+    if more := failures.count - len(failures.first):
+        output().print(f"[red]{what}[/red] and {more} more.")
 
 
 def _print_listing(described: list[dict[str, object]]) -> None:

@@ -4,20 +4,24 @@ from __future__ import annotations
 
 import heapq
 import os
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager, nullcontext, suppress
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import aiofiles
 import aiofiles.os
+from anyio import to_thread
 
 from kvtier.backends.base import Outcome
-from kvtier.backends.disk.folder import ObjectFolder, lock_holder
+from kvtier.backends.disk.folder import ObjectFolder, lock_holder, object_path
 from kvtier.backends.disk.scan import LISTED_AT_ONCE, Failed, listed, walk
 from kvtier.concurrency.tasks import open_tasks
-from kvtier.errors import CorruptChunk, TierError
+from kvtier.errors import CorruptChunk, IncompleteScan, TierError, UnreadableChunk
 from kvtier.memory.header import HEADER_BYTES, IDENTITY, StoredHeader
 from kvtier.memory.keys import ChunkKey
 from kvtier.plugins import Plugins
@@ -29,6 +33,8 @@ if TYPE_CHECKING:
 
 READERS = 4
 """Chunks that are read and verified at once."""
+MAX_FAILURES = 20
+"""Failures that are listed."""
 
 
 class ChunkFile(NamedTuple):
@@ -51,6 +57,21 @@ class Listing(NamedTuple):
     """The most recently used chunks."""
 
 
+@dataclass
+class Failures:
+    """Chunks with which something failed."""
+
+    count: int = 0
+    first: list[tuple[Path, str]] = field(default_factory=list)
+    """At most :data:`MAX_FAILURES` of them, with the reason."""
+
+    def add(self, path: Path, error: Exception) -> None:
+        """Count a failure, and remember it if it is one of the first."""
+        self.count += 1
+        if len(self.first) < MAX_FAILURES:
+            self.first.append((path, getattr(error, "strerror", None) or str(error)))
+
+
 class Verification(NamedTuple):
     """The result of :func:`verify`."""
 
@@ -59,6 +80,10 @@ class Verification(NamedTuple):
     """Bytes read."""
     corrupt: list[tuple[Path, str]]
     """The corrupt files, with the reason."""
+    unreadable: Failures
+    """Those that may be valid, but cannot be read, or not with these settings. They are not deleted."""
+    encrypted: int
+    """Those of which only the checksum was verified."""
 
 
 async def list_chunks(folder: Path, limit: int, failed: Failed) -> Listing:
@@ -82,34 +107,45 @@ class Rekeyed(NamedTuple):
 
     chunks: int
     changed: int
-    failed: list[tuple[Path, str]]
+    plain: int
+    """Not encrypted, and left as they are."""
+    failed: Failures
 
 
 async def verify(
-    folder: Path, *, delete: bool, progress: Callable[[int, int], None], failed: Failed
+    folder: Path,
+    *,
+    delete: bool,
+    progress: Callable[[int, int], None],
+    failed: Failed,
+    key_file: Path | None = None,
 ) -> Verification:
     """Read and verify every chunk. ``delete`` removes corrupt ones, and requires a folder that is not in use.
 
     ``progress`` receives the bytes verified, and the bytes of all chunks, ``failed`` unreadable folders.
+    Without ``key_file``, what is encrypted is not decoded. Raises :class:`TierError`.
     """
-    checked = read = done = 0
-    codecs = {codec.code: codec for codec in Plugins.load([]).all_codecs().values()}
+    keys = None if key_file is None else load_keys(key_file, "--key-file")
+    checked = read = done = encrypted = 0
+    unreadable = Failures()
+    codecs = {codec.code: codec for codec in Plugins.load().all_codecs().values()}
     corrupt: list[tuple[Path, str]] = []
 
     async def verify_from_queue() -> None:  # Several at once, from one iterator.
-        nonlocal checked, read, done
+        nonlocal checked, read, done, encrypted
         for file in queue:
             try:
                 async with aiofiles.open(file.path, "rb", buffering=0) as stream:
                     content = await stream.readall()
                 read += len(content)
-                _verify(memoryview(content), ChunkKey(bytes.fromhex(file.path.stem)), codecs)
+                key = ChunkKey(bytes.fromhex(file.path.stem))
+                encrypted += not _verify(memoryview(content), key, codecs, keys)
             except FileNotFoundError:
                 # Evicted by a running cache process.
                 continue
-            except OSError as error:
+            except (OSError, UnreadableChunk) as error:
                 # Not deleted, as its content is unknown.
-                corrupt.append((file.path, f"cannot be read: {error}"))
+                unreadable.add(file.path, error)
             except CorruptChunk as error:
                 corrupt.append((file.path, str(error)))
                 if delete:
@@ -126,7 +162,7 @@ async def verify(
         async with open_tasks() as tasks:
             for _ in range(READERS):
                 tasks.start_soon(verify_from_queue)
-    return Verification(checked, read, sorted(corrupt))
+    return Verification(checked, read, sorted(corrupt), unreadable, encrypted)
 
 
 async def claimed_chunks(folder: Path) -> list[ChunkFile]:
@@ -135,35 +171,68 @@ async def claimed_chunks(folder: Path) -> list[ChunkFile]:
         return [file async for paths in claimed.scan.objects() for file in await _status_of_all(paths)]
 
 
-async def rekey(folder: Path, key_file: Path, progress: Callable[[int, int], None]) -> Rekeyed:
+async def rekey(
+    folder: Path, key_file: Path, progress: Callable[[float], None], *, plain: bool = False
+) -> Rekeyed:
     """Encrypt the chunks again that are not encrypted with the first key of a file.
 
-    Each file is replaced at once, so a killed process leaves the others as they were: run it again. Requires
-    a folder that is not in use. ``progress`` receives the chunks done, and their number. Raises
-    :class:`TierError`.
+    ``plain``: also those that are not encrypted. The others are decrypted, also with the first key, so that
+    none is left that a key of the file does not decrypt. Each file is replaced at once, so a killed process
+    leaves the others as they were: run it again. Requires a folder that is not in use. ``progress`` receives
+    the part that is done, from 0 to 1. Raises :class:`TierError`.
     """
     keys = load_keys(key_file, "--key-file")
-    changed, failed = 0, list[tuple[Path, str]]()
-    async with _claimed(folder) as claimed:
-        files = [file async for paths in claimed.scan.objects() for file in await _status_of_all(paths)]
-        for number, file in enumerate(files, 1):
+    counts, failed = Counter[str](), Failures()
+
+    async def rekey_from_queue() -> None:  # Several at once, from one iterator.
+        for path in queue:
+            key = ChunkKey(bytes.fromhex(path.stem))
+            counts["all"] += 1
             try:
-                changed += await aiofiles.os.wrap(_rekey_one)(claimed, file, keys)
+                # Unlike with aiofiles, a cancelled call waits for its thread, so the folder stays locked.
+                counts[await to_thread.run_sync(partial(_rekey_one, claimed, path, keys, plain=plain))] += 1
             except (OSError, CorruptChunk) as error:
-                failed.append((file.path, str(error)))
-            progress(number, len(files))
-    return Rekeyed(len(files), changed, failed)
+                failed.add(object_path(folder, key), error)
+            # Keys are hashes, and listed in order.
+            progress(int.from_bytes(key[:2], "big") / (1 << 16))
+
+    async with _claimed(folder) as claimed:
+        async for paths in claimed.scan.objects():
+            queue = iter(paths)
+            async with open_tasks() as tasks:
+                for _ in range(READERS):
+                    tasks.start_soon(rekey_from_queue)
+        try:
+            await claimed.scan.check()
+        except IncompleteScan as error:
+            failed.add(folder, error)
+    return Rekeyed(counts["all"], counts["changed"], counts["plain"], failed)
 
 
-def _rekey_one(folder: ObjectFolder, file: ChunkFile, keys: Keys) -> bool:
-    key, content = ChunkKey(bytes.fromhex(file.path.stem)), memoryview(bytearray(file.path.read_bytes()))
+def _rekey_one(
+    folder: ObjectFolder, path: Path, keys: Keys, *, plain: bool
+) -> Literal["changed", "current", "plain"]:
+    key = ChunkKey(bytes.fromhex(path.stem))
+    with path.open("rb", buffering=0) as file:
+        status, head = os.fstat(file.fileno()), file.read(HEADER_BYTES)
+        # The header alone tells of many files that there is nothing to do, or nothing that could be done.
+        stored = StoredHeader.parse(head)
+        if stored.encryption is not None:
+            keys.encryption_of(stored)
+        elif not plain:
+            return "plain"
+        # One buffer: with copies of it, most of the time would go into faulting pages in.
+        content = memoryview(bytearray(status.st_size))
+        content[:HEADER_BYTES] = head
+        file.readinto(content[HEADER_BYTES:])
     stored = StoredHeader.verify(content, key)
-    if stored.encryption is not None and stored.encryption.key_number == keys.current:
-        return False
     payload = content[HEADER_BYTES : HEADER_BYTES + stored.stored_bytes]
+    tenant = keys.mark_of("")
     if stored.encryption is not None:
         keys.decrypt(stored, payload, payload)
-    tenant = keys.mark_of("") if stored.encryption is None else stored.encryption.tenant
+        if stored.encryption.key_number == keys.current:
+            return "current"
+        tenant = stored.encryption.tenant
     used = keys.encrypt(stored.chunk, stored.codec, tenant, payload, payload)
     StoredHeader.seal(
         content,
@@ -175,8 +244,8 @@ def _rekey_one(folder: ObjectFolder, file: ChunkFile, keys: Keys) -> bool:
     )
     if folder.write((key, content)) is not Outcome.OK:
         raise OSError("cannot be written: is the disk full?")
-    os.utime(file.path, (file.last_used, file.last_used))
-    return True
+    os.utime(path, ns=(status.st_mtime_ns, status.st_mtime_ns))
+    return "changed"
 
 
 async def remove(folder: Path, files: Sequence[ChunkFile], progress: Callable[[int], None]) -> None:
@@ -226,17 +295,31 @@ def _unlink_all(files: Sequence[ChunkFile]) -> None:
         file.path.unlink(missing_ok=True)
 
 
-def _verify(stored: memoryview, key: ChunkKey, codecs: Mapping[int, Codec]) -> None:
-    """Verify a chunk object, and decode it if its codec is known. Raises :class:`CorruptChunk`."""
+def _verify(stored: memoryview, key: ChunkKey, codecs: Mapping[int, Codec], keys: Keys | None) -> bool:
+    """Verify a chunk object, and decode it. Return whether it was, which needs keys if it is encrypted.
+
+    Raises :class:`CorruptChunk`.
+    """
     header = StoredHeader.verify(stored, key)
-    codec = codecs.get(header.codec)
-    if header.codec == IDENTITY or header.encryption is not None or codec is None:
-        return
     payload = stored[HEADER_BYTES : HEADER_BYTES + header.stored_bytes]
+    if header.encryption is not None:
+        if keys is None:
+            return False
+        decrypted = memoryview(bytearray(header.stored_bytes))
+        keys.decrypt(header, payload, decrypted)
+        payload = decrypted
+    if header.codec not in codecs:
+        raise UnreadableChunk("is encoded by codec {}, which is not installed", header.codec)
+    if header.codec == IDENTITY:
+        return True
     try:
-        codec.decode(header.chunk, None, payload, memoryview(bytearray(header.chunk.payload_bytes)))
+        target = memoryview(bytearray(header.chunk.payload_bytes))
+        codecs[header.codec].decode(header.chunk, None, payload, target)
+    except (OSError, UnreadableChunk) as error:
+        raise UnreadableChunk("cannot be decoded here: {}", error) from error
     except Exception as error:
         raise CorruptChunk("cannot be decoded: {!r}", error) from error
+    return True
 
 
 def _describe(file: ChunkFile, codecs: Mapping[int, str]) -> dict[str, object]:

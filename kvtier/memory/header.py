@@ -61,6 +61,7 @@ _HASHES = MAX_BLOCK_HASHES * BLOCK_HASH_BYTES
 _FIELDS = struct.Struct(f"<8sHHHHQQ32s32s32s16s{_HASHES}sI")
 _NO_CHECKSUM = bytes(16)
 _ENCRYPTION = struct.Struct("<H6s12s16s")
+_WITHOUT_TAG = struct.Struct("<H6s12s")
 _NO_ENCRYPTION = bytes(_ENCRYPTION.size)
 _PARENT = slice(64, 96)
 _HASH_COUNT_AT, _HASHES_AT = 14, 144
@@ -191,9 +192,7 @@ class StoredHeader(NamedTuple):
     @staticmethod
     def authenticated(header: ChunkHeader, codec: int, stored_bytes: int, encryption: Encryption) -> bytes:
         """Return what the tag of an encrypted payload authenticates besides: all but tag and checksums."""
-        return (
-            _fields(header, codec, stored_bytes, None) + _ENCRYPTION.pack(*encryption)[: -len(encryption.tag)]
-        )
+        return _fields(header, codec, stored_bytes, None) + _WITHOUT_TAG.pack(*encryption[:-1])
 
     @classmethod
     def parse(cls, head: bytes | memoryview) -> StoredHeader:

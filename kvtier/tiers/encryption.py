@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import os
 import re
-from functools import lru_cache
 from pathlib import Path
 
 from blake3 import blake3
@@ -44,19 +43,26 @@ class Keys:
         """``keys``: by number; the first encrypts."""
         self.current = next(iter(keys))
         self._keys = keys
-        # Not of a function of the module, which would keep keys of tiers that were closed.
-        self._of_tenant = lru_cache(TENANTS)(self._derive_for_tenant)
+        self._of_marks = _derived(keys[self.current], b"kvtier marks v1", b"")
+        self._of_tenant: dict[tuple[int, bytes], bytes] = {}
 
     @classmethod
     def load(cls, path: Path, place: str) -> Keys:
         """Read a key file. ``place``: of the setting. Raises :class:`TierError`, which quotes no key."""
         try:
-            mode = path.stat().st_mode
             with path.open() as file:
+                # Of the file that is read: its path may lead to another one a moment later.
+                status = os.fstat(file.fileno())
                 lines = file.read(MAX_FILE_BYTES).splitlines()
         except (OSError, UnicodeDecodeError) as error:
             raise TierError(f"{place}: cannot read the key file {path} ({error})", _HOW) from None
-        if mode & 0o027:  # A group may read it: that is how orchestrators mount secrets.
+        if status.st_uid not in (0, user := os.geteuid()):
+            raise TierError(
+                f"{place}: user {status.st_uid} owns the key file {path}, and could change it",
+                f"as root, chown {user} {path}",
+            )
+        # A group may read it: that is how orchestrators mount secrets.
+        if status.st_mode & 0o027:
             raise TierError(f"{place}: others may read or change the key file {path}", f"chmod 600 {path}")
         keys: dict[int, bytes] = {}
         for number, line in enumerate(lines, 1):
@@ -88,16 +94,14 @@ class Keys:
         cipher.finalize()
         return used._replace(tag=cipher.tag)
 
-    @staticmethod
-    def mark_of(tenant: str) -> bytes:
-        """Return what identifies a tenant in headers."""
-        return blake3(tenant.encode()).digest(TENANT_BYTES) if tenant else bytes(TENANT_BYTES)
+    def mark_of(self, tenant: str) -> bytes:
+        """Return what identifies a tenant in headers to those who have the first key; zeros without one."""
+        if not tenant:
+            return bytes(TENANT_BYTES)
+        return blake3(tenant.encode(), key=self._of_marks).digest(TENANT_BYTES)
 
-    def decrypt(self, stored: StoredHeader, source: memoryview, target: memoryview) -> None:
-        """Decrypt a payload into ``target``, which is as long, and may be ``source``.
-
-        Raises :class:`UnreadableChunk` if the key is not known, or another one, or anything was changed.
-        """
+    def encryption_of(self, stored: StoredHeader) -> Encryption:
+        """Return how an object was encrypted. Raises :class:`UnreadableChunk` if not with a known key."""
         used = stored.encryption
         if used is None:
             raise UnreadableChunk("is not encrypted, but the tier has `encrypt`")
@@ -105,6 +109,14 @@ class Keys:
             raise UnreadableChunk(
                 "is encrypted with key {}, which the key file does not have", used.key_number
             )
+        return used
+
+    def decrypt(self, stored: StoredHeader, source: memoryview, target: memoryview) -> None:
+        """Decrypt a payload into ``target``, which is as long, and may be ``source``.
+
+        Raises :class:`UnreadableChunk` if the key is not known, or another one, or anything was changed.
+        """
+        used = self.encryption_of(stored)
         cipher = Cipher(
             algorithms.AES(self._key(stored.chunk.key, used)), modes.GCM(_NONCE, used.tag)
         ).decryptor()
@@ -120,11 +132,14 @@ class Keys:
             ) from None
 
     def _key(self, chunk: ChunkKey, used: Encryption) -> bytes:
-        of_tenant = self._of_tenant(used.key_number, used.tenant)
+        tenant = used.key_number, used.tenant
+        of_tenant = self._of_tenant.get(tenant)
+        if of_tenant is None:
+            of_tenant = _derived(self._keys[used.key_number], b"kvtier tenant v1" + used.tenant, b"")
+            if len(self._of_tenant) >= TENANTS:
+                self._of_tenant.clear()
+            self._of_tenant[tenant] = of_tenant
         return _derived(of_tenant, b"kvtier object v1" + chunk, used.salt)
-
-    def _derive_for_tenant(self, number: int, tenant: bytes) -> bytes:
-        return _derived(self._keys[number], b"kvtier tenant v1" + tenant, b"")
 
 
 def _update(cipher: AEADCipherContext, source: memoryview, target: memoryview) -> None:

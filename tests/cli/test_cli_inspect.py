@@ -6,20 +6,25 @@ import os
 import signal
 import subprocess
 import sys
+import threading
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
 
 from kvtier.backends.disk.backend import object_path
 from kvtier.cli import cache_process, inspect, inspect_files
+from kvtier.hookmarkers import hookimpl
 from kvtier.memory.header import HEADER_BYTES, StoredHeader, object_bytes
 from kvtier.memory.keys import ChunkKey
+from kvtier.plugins import Plugins
 from kvtier.tiers.codec import CodecSettings
 from kvtier.tiers.encryption import Keys
 from kvtier.tiers.lossless import LosslessCodec
 
-from .conftest import Kvtier, fork, held, store
+from .conftest import Kvtier, Result, fork, held, store
 
 OBJECT_BYTES = 8192
 TIMEOUT_SECONDS = 60
@@ -99,8 +104,69 @@ def test_verify_decodes(kvtier: Kvtier, folder: Path, encoded: Path) -> None:
     assert "cannot be decoded" in result.output
     StoredHeader.seal(stored, header.chunk, 40_000, header.stored_bytes, checksum=True)
     encoded.write_bytes(stored)
-    assert "0 corrupt" in kvtier("inspect", "verify", folder).output, "a plugin's"
+    result = kvtier("inspect", "verify", folder, "--delete")
+    assert result.status == 1
+    assert f"unreadable {encoded}: is encoded by codec 40000, which is not installed" in result.output
+    assert "0 corrupt, 1 unreadable." in result.output
+    assert encoded.exists(), "a plugin may read it"
     assert "code 40000" in kvtier("inspect", "ls", folder, "--json").output
+
+
+def test_verify_decodes_with_plugins(
+    kvtier: Kvtier, folder: Path, encoded: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Other(LosslessCodec):
+        code = 40_000
+
+    load = Plugins.load
+
+    def load_all(only: Sequence[str] | None = None, *_: Any) -> Plugins:
+        plugins = load([])
+        if only is None:
+            plugin = ModuleType("mine")
+            vars(plugin)["kvtier_codecs"] = hookimpl(lambda: {"other": Other})
+            plugins.register(plugin, "mine", "mine 1")
+        return plugins
+
+    monkeypatch.setattr(Plugins, "load", load_all)
+    stored = memoryview(bytearray(encoded.read_bytes()))
+    header = StoredHeader.parse(stored)
+    StoredHeader.seal(stored, header.chunk, Other.code, header.stored_bytes, checksum=True)
+    encoded.write_bytes(stored)
+    assert kvtier("inspect", "verify", folder).status == 0
+    stored[HEADER_BYTES] ^= 1
+    StoredHeader.seal(stored, header.chunk, Other.code, header.stored_bytes, checksum=True)
+    encoded.write_bytes(stored)
+    assert f"corrupt {encoded}: cannot be decoded" in kvtier("inspect", "verify", folder).output
+
+
+def test_verify_without_the_native_core(
+    kvtier: Kvtier, folder: Path, encoded: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What only that decodes is not corrupt."""
+    monkeypatch.setattr("kvtier.tiers.lossless.native.available", lambda: False)
+    result = kvtier("inspect", "verify", folder, "--delete")
+    assert result.status == 1
+    assert f"unreadable {encoded}: cannot be decoded here: needs the native core" in result.output
+    assert encoded.exists()
+
+
+def test_verify_of_a_file_that_cannot_be_read(
+    kvtier: Kvtier, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, real = chunks(folder)[1], inspect_files.aiofiles.open
+
+    def fail(name: Path, *arguments: Any, **named: Any) -> Any:
+        if name == path:
+            raise OSError(errno.EIO, "Input/output error", str(name))
+        return real(name, *arguments, **named)
+
+    monkeypatch.setattr(inspect_files.aiofiles, "open", fail)
+    result = kvtier("inspect", "verify", folder, "--delete")
+    assert result.status == 1
+    assert f"unreadable {path}: Input/output error\n" in result.output
+    assert "3 chunks, 16KiB read, 0 corrupt, 1 unreadable." in result.output
+    assert path.exists()
 
 
 def test_ls_describes_an_invalid_header(kvtier: Kvtier, folder: Path) -> None:
@@ -282,36 +348,219 @@ def payloads(folder: Path, keys: Keys) -> dict[str, bytes]:
     return found
 
 
-def test_rekey(kvtier: Kvtier, folder: Path, key_file: Path) -> None:
+Rekey = Callable[..., Result]
+
+
+@pytest.fixture
+def rekey(kvtier: Kvtier, folder: Path, key_file: Path) -> Rekey:
+    """Run ``kvtier inspect rekey``."""
+    return lambda *options: kvtier("inspect", "rekey", folder, "--key-file", key_file, *options)
+
+
+@pytest.fixture
+def encrypted(rekey: Rekey, folder: Path) -> list[Path]:
+    """The files of the chunks, which are encrypted."""
+    assert "3 chunks, 3 encrypted" in rekey("--plain").output
+    return chunks(folder)
+
+
+def test_rekey(kvtier: Kvtier, rekey: Rekey, folder: Path, key_file: Path) -> None:
     """First what was not encrypted, then with a new key: each time the payload and the time of use remain."""
     before = {file.stem: file.read_bytes()[HEADER_BYTES : HEADER_BYTES + 5000] for file in chunks(folder)}
-    used = [file.stat().st_mtime for file in chunks(folder)]
-    assert "3 chunks, 3 encrypted" in kvtier("inspect", "rekey", folder, "--key-file", key_file).output
+    used = [file.stat().st_mtime_ns for file in chunks(folder)]
+    assert "3 chunks, 3 encrypted" in rekey("--plain").output
     assert payloads(folder, Keys.load(key_file, "here")) == before
-    assert "3 chunks, 0 encrypted" in kvtier("inspect", "rekey", folder, "--key-file", key_file).output
+    assert "3 chunks, 0 encrypted" in rekey().output
     key_file.write_text(f"2 {'cd' * 32}\n{key_file.read_text()}")
-    assert "3 chunks, 3 encrypted" in kvtier("inspect", "rekey", folder, "--key-file", key_file).output
+    assert "3 chunks, 3 encrypted" in rekey().output
     key_file.write_text(f"2 {'cd' * 32}")
     assert payloads(folder, Keys.load(key_file, "here")) == before
-    assert [file.stat().st_mtime for file in chunks(folder)] == used
+    assert [file.stat().st_mtime_ns for file in chunks(folder)] == used
     listed = json.loads(kvtier("inspect", "ls", folder, "--json").output)["listed"]
     assert {facts["encrypted_with"] for facts in listed} == {2}
     assert "0 corrupt" in kvtier("inspect", "verify", folder).output
 
 
-def test_rekey_without_the_old_key(kvtier: Kvtier, folder: Path, key_file: Path) -> None:
+def test_rekey_keeps_tenants_apart(rekey: Rekey, folder: Path, key_file: Path) -> None:
+    """By the mark that the old key has given them, with which the new one derives theirs."""
+    keys = Keys.load(key_file, "here")
+    marks = {}
+    for number, file in enumerate(chunks(folder)):
+        content = memoryview(bytearray(file.read_bytes()))
+        header = StoredHeader.parse(content).chunk
+        payload = content[HEADER_BYTES : HEADER_BYTES + header.payload_bytes]
+        marks[file.stem] = keys.mark_of(f"team-{number}")
+        used = keys.encrypt(header, 0, marks[file.stem], payload, payload)
+        StoredHeader.seal(content, header, 0, len(payload), checksum=True, encryption=used)
+        file.write_bytes(content)
+    before = payloads(folder, keys)
+    key_file.write_text(f"2 {'cd' * 32}\n{key_file.read_text()}")
+    assert "3 chunks, 3 encrypted" in rekey().output
+    assert payloads(folder, Keys({2: bytes.fromhex("cd" * 32)})) == before
+    found = [StoredHeader.parse(file.read_bytes()) for file in chunks(folder)]
+    assert {
+        header.chunk.key.hex(): header.encryption.tenant for header in found if header.encryption
+    } == marks
+
+
+def test_rekey_leaves_what_is_not_encrypted(
+    rekey: Rekey, encrypted: list[Path], folder: Path, key_file: Path
+) -> None:
+    """It may have been written by anyone, and would be trusted from then on."""
+    planted = store(folder, 9)
+    before = planted.read_bytes()
+    key_file.write_text(f"2 {'cd' * 32}\n{key_file.read_text()}")
+    result = rekey()
+    assert result.status == 0
+    assert "4 chunks, 3 encrypted" in result.output
+    assert "1 are not encrypted, and left so: see --plain." in result.output
+    assert planted.read_bytes() == before
+    result = rekey("--plain")
+    assert "4 chunks, 1 encrypted" in result.output
+    assert "--plain" not in result.output
+
+
+def test_rekey_without_the_old_key(rekey: Rekey, encrypted: list[Path], key_file: Path) -> None:
     """What cannot be read is named, and stays as it is."""
-    kvtier("inspect", "rekey", folder, "--key-file", key_file)
-    before = [file.read_bytes() for file in chunks(folder)]
+    before = [file.read_bytes() for file in encrypted]
     key_file.write_text(f"2 {'cd' * 32}")
-    result = kvtier("inspect", "rekey", folder, "--key-file", key_file)
+    result = rekey()
     assert result.status == 1
-    assert result.output.count("is encrypted with key 1, which the key file does not have") == 3
-    assert [file.read_bytes() for file in chunks(folder)] == before
+    for file in encrypted:
+        problem = "is encrypted with key 1, which the key file does not have"
+        assert f"unchanged {file}: {problem}\n" in result.output
+    assert [file.read_bytes() for file in encrypted] == before
+
+
+def test_rekey_with_another_key_of_the_same_number(
+    rekey: Rekey, encrypted: list[Path], key_file: Path
+) -> None:
+    """That none of the chunks can be decrypted must not be found out after the old key was removed."""
+    before = [file.read_bytes() for file in encrypted]
+    key_file.write_text(f"1 {'cd' * 32}")
+    result = rekey()
+    assert result.status == 1
+    for file in encrypted:
+        assert f"unchanged {file}: was not encrypted with key 1 of the key file" in result.output
+    assert "3 chunks, 0 encrypted" in result.output
+    assert [file.read_bytes() for file in encrypted] == before
+
+
+def test_rekey_finds_what_has_changed(rekey: Rekey, encrypted: list[Path]) -> None:
+    """Also in chunks that have the first key."""
+    damage(encrypted[1], "flipped")
+    result = rekey()
+    assert result.status == 1
+    assert f"unchanged {encrypted[1]}: has a payload that does not match its checksum" in result.output
+
+
+@pytest.mark.usefixtures("encrypted")
+def test_rekey_names_what_it_cannot_list(
+    rekey: Rekey, folder: Path, key_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has the old key, which must not be removed."""
+    lost = store(folder, 0x1000).parent
+    key_file.write_text(f"2 {'cd' * 32}\n{key_file.read_text()}")
+    real = os.scandir
+
+    def scandir(path: Any) -> Any:
+        if Path(path).name == lost.name:
+            raise OSError(errno.EIO, "Input/output error", str(path))
+        return real(path)
+
+    monkeypatch.setattr(os, "scandir", scandir)
+    result = rekey()
+    assert result.status == 1
+    assert "3 chunks, 3 encrypted" in result.output
+    assert f"1 folders and 0 files in {folder} cannot be read" in result.output
+    assert f"such as {lost} (Input/output error)" in result.output
+
+
+def test_rekey_names_files_as_the_user_does(
+    rekey: Rekey, encrypted: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And not as the process has opened them."""
+    real = Path.open
+
+    def fail(path: Path, *arguments: Any, **named: Any) -> Any:
+        if path.name == encrypted[0].name:
+            raise OSError(errno.EACCES, "Permission denied", str(path))
+        return real(path, *arguments, **named)
+
+    monkeypatch.setattr(Path, "open", fail)
+    result = rekey()
+    assert f"unchanged {encrypted[0]}: Permission denied\n" in result.output
+    assert "/proc" not in result.output
+
+
+def test_rekey_prints_some_failures_and_counts_the_others(
+    rekey: Rekey, encrypted: list[Path], folder: Path, key_file: Path
+) -> None:
+    for number in range(3, 30):
+        store(folder, number)
+    rekey("--plain")
+    key_file.write_text(f"2 {'cd' * 32}")
+    result = rekey()
+    assert result.status == 1
+    assert result.output.count("which the key file does not have") == 20
+    assert "unchanged and 10 more.\n" in result.output
+
+
+def test_rekey_reads_headers_first(
+    rekey: Rekey, encrypted: list[Path], folder: Path, key_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They tell that a chunk is not encrypted, or has a key that is not there."""
+    store(folder, 9)
+    key_file.write_text(f"2 {'cd' * 32}")
+
+    def fail(*_: Any, **__: Any) -> None:
+        pytest.fail("was read to its end")
+
+    monkeypatch.setattr(StoredHeader, "verify", fail)
+    result = rekey()
+    assert result.output.count("which the key file does not have") == len(encrypted)
+    assert "1 are not encrypted" in result.output
+
+
+@pytest.mark.usefixtures("encrypted")
+def test_rekey_reads_several_at_once(rekey: Rekey, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store(folder, 9)
+    together = threading.Barrier(inspect_files.READERS)
+    real = inspect_files._rekey_one
+
+    def wait(*arguments: Any, **named: Any) -> Any:
+        together.wait(TIMEOUT_SECONDS)
+        return real(*arguments, **named)
+
+    monkeypatch.setattr(inspect_files, "_rekey_one", wait)
+    assert "4 chunks, 0 encrypted" in rekey().output
+
+
+@pytest.mark.usefixtures("encrypted")
+def test_rekey_lists_while_it_encrypts(rekey: Rekey, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A list of ten million files would take gigabytes, and nothing would happen until it is there."""
+    store(folder, 0x1000)
+    events = []
+    scandir, one = os.scandir, inspect_files._rekey_one
+
+    def listed(path: Any) -> Any:
+        events.append(Path(path).name)
+        return scandir(path)
+
+    def encrypted(*arguments: Any, **named: Any) -> Any:
+        events.append("encrypted")
+        return one(*arguments, **named)
+
+    monkeypatch.setattr("kvtier.backends.disk.scan.LISTED_AT_ONCE", 1)
+    monkeypatch.setattr(os, "scandir", listed)
+    monkeypatch.setattr(inspect_files, "_rekey_one", encrypted)
+    assert "4 chunks" in rekey().output
+    assert events[1:] == ["000", "encrypted", "encrypted", "encrypted", "100", "encrypted"]
 
 
 KILLED = """
 import os, signal, sys, anyio
+from functools import partial
 from pathlib import Path
 from kvtier.cli import inspect_files
 
@@ -322,11 +571,12 @@ def replaced(path, target):
     os.kill(os.getpid(), signal.SIGKILL)
 
 Path.replace = replaced
-anyio.run(inspect_files.rekey, Path(sys.argv[1]), Path(sys.argv[2]), lambda done, total: None)
+inspect_files.READERS = 1
+anyio.run(partial(inspect_files.rekey, Path(sys.argv[1]), Path(sys.argv[2]), lambda part: None, plain=True))
 """
 
 
-def test_rekey_that_is_killed(kvtier: Kvtier, folder: Path, key_file: Path) -> None:
+def test_rekey_that_is_killed(rekey: Rekey, folder: Path, key_file: Path) -> None:
     """Each file is the old one or the new one, and the next run changes the rest."""
     before = {file.stem: file.read_bytes()[HEADER_BYTES : HEADER_BYTES + 5000] for file in chunks(folder)}
     for _ in range(2):
@@ -334,8 +584,76 @@ def test_rekey_that_is_killed(kvtier: Kvtier, folder: Path, key_file: Path) -> N
         assert subprocess.run(command, timeout=TIMEOUT_SECONDS).returncode == -signal.SIGKILL
     encrypted = [StoredHeader.parse(file.read_bytes()).encryption is not None for file in chunks(folder)]
     assert encrypted.count(True) == 2
-    assert "3 chunks, 1 encrypted" in kvtier("inspect", "rekey", folder, "--key-file", key_file).output
+    assert "3 chunks, 1 encrypted" in rekey("--plain").output
     assert payloads(folder, Keys.load(key_file, "here")) == before
+
+
+def reseal(file: Path, change: int) -> None:
+    """Change a byte of an encrypted payload, and compute the checksum again."""
+    content = memoryview(bytearray(file.read_bytes()))
+    header = StoredHeader.parse(content)
+    content[HEADER_BYTES + change] ^= 1
+    StoredHeader.seal(
+        content,
+        header.chunk,
+        header.codec,
+        header.stored_bytes,
+        checksum=True,
+        encryption=header.encryption,
+    )
+    file.write_bytes(content)
+
+
+def test_verify_decrypts_with_the_key_file(
+    kvtier: Kvtier, folder: Path, encrypted: list[Path], key_file: Path
+) -> None:
+    """Without it, there are only checksums, which anyone can compute again."""
+    reseal(encrypted[1], 100)
+    result = kvtier("inspect", "verify", folder)
+    assert result.status == 0
+    assert "3 chunks, 24KiB read, 0 corrupt.\n" in result.output
+    assert "3 are encrypted, and only their checksum was verified: use --key-file." in result.output
+    result = kvtier("inspect", "verify", folder, "--key-file", key_file, "--delete")
+    assert result.status == 1
+    assert (
+        f"unreadable {encrypted[1]}: was not encrypted with key 1 of the key file, or chan" in result.output
+    )
+    assert "3 chunks, 24KiB read, 0 corrupt, 1 unreadable.\n" in result.output
+    assert "checksum" not in result.output
+    assert chunks(folder) == encrypted
+    reseal(encrypted[1], 100)
+    assert kvtier("inspect", "verify", folder, "--key-file", key_file).status == 0
+
+
+@pytest.mark.usefixtures("encoded")
+def test_verify_decodes_what_is_encrypted(
+    kvtier: Kvtier, rekey: Rekey, folder: Path, key_file: Path, encoded: Path
+) -> None:
+    """What was encrypted with the key, but cannot be decoded, is corrupt."""
+    stored = memoryview(bytearray(encoded.read_bytes()))
+    header = StoredHeader.parse(stored)
+    rekey("--plain")
+    assert kvtier("inspect", "verify", folder, "--key-file", key_file).status == 0
+    keys, payload = Keys.load(key_file, "here"), stored[HEADER_BYTES : HEADER_BYTES + header.stored_bytes]
+    payload[0] ^= 1
+    used = keys.encrypt(header.chunk, header.codec, keys.mark_of(""), payload, payload)
+    StoredHeader.seal(stored, header.chunk, header.codec, len(payload), checksum=True, encryption=used)
+    encoded.write_bytes(stored)
+    result = kvtier("inspect", "verify", folder, "--key-file", key_file, "--delete")
+    assert f"corrupt {encoded}: cannot be decoded" in result.output
+    assert "1 corrupt and removed." in result.output
+    assert not encoded.exists()
+
+
+def test_verify_keeps_what_has_an_unknown_key(
+    kvtier: Kvtier, folder: Path, encrypted: list[Path], key_file: Path
+) -> None:
+    for content in (f"2 {'cd' * 32}", f"1 {'cd' * 32}"):
+        key_file.write_text(content)
+        result = kvtier("inspect", "verify", folder, "--key-file", key_file, "--delete")
+        assert result.status == 1
+        assert "0 corrupt, 3 unreadable." in result.output
+        assert chunks(folder) == encrypted
 
 
 @pytest.mark.parametrize(

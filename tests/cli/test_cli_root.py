@@ -35,6 +35,7 @@ def test_commands_are_listed(kvtier: Kvtier) -> None:
         "config schema",
         "inspect ls",
         "inspect verify",
+        "inspect rekey",
         "inspect purge",
     ],
 )

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import gc
+import os
+import weakref
 from pathlib import Path
 from typing import Any
 
 import pytest
+from blake3 import blake3
 
 from kvtier import Settings, SettingsError, TieredCache
 from kvtier.backends.base import Backend, Outcome
@@ -18,6 +22,7 @@ from kvtier.memory.keys import ChunkKey
 from kvtier.plugins import Plugins
 from kvtier.testing.backend import make_key
 from kvtier.testing.noise import noise
+from kvtier.tiers import encryption
 from kvtier.tiers.codec import Codec, CodecSettings, IdentityCodec
 from kvtier.tiers.encoded_seal import Codecs, EncodedSeal, Encoder, Layouts
 from kvtier.tiers.encryption import Keys
@@ -170,13 +175,78 @@ async def test_tenants_have_different_keys() -> None:
         stored = await raw(inner, catalog, item)
     header = StoredHeader.parse(stored)
     assert header.encryption is not None
-    assert header.encryption.tenant == Keys.mark_of("team-a") != Keys.mark_of("team-b") != Keys.mark_of("")
+    assert header.encryption.tenant == keys.mark_of("team-a") != keys.mark_of("team-b") != keys.mark_of("")
     source, target = stored[HEADER_BYTES : HEADER_BYTES + PAYLOAD], memoryview(bytearray(PAYLOAD))
     keys.decrypt(header, source, target)
     assert target == item[1][HEADER_BYTES : HEADER_BYTES + PAYLOAD]
-    other = header._replace(encryption=header.encryption._replace(tenant=Keys.mark_of("team-b")))
+    other = header._replace(encryption=header.encryption._replace(tenant=keys.mark_of("team-b")))
     with pytest.raises(UnreadableChunk):
         keys.decrypt(other, source, target)
+
+
+def test_names_of_tenants_cannot_be_tried_without_the_key() -> None:
+    """Headers are not encrypted, and a list of customers is easily found."""
+    mark = Keys({1: ONE}).mark_of("team-a")
+    assert mark == Keys({1: ONE, 2: TWO}).mark_of("team-a")
+    assert mark != Keys({1: TWO}).mark_of("team-a")
+    assert mark != blake3(b"team-a").digest(len(mark))
+    assert Keys({1: ONE}).mark_of("") == bytes(len(mark))
+
+
+async def test_tenant_of_an_old_key() -> None:
+    """What another first key has marked differently is still decrypted."""
+    inner, catalog, item = memory(), Tenants(), chunk(1)
+    catalog.name = "team-a"
+    async with opened(inner):
+        assert list(await sealed(inner, Keys({1: ONE}), catalog).put([item])) == [Outcome.OK]
+        both = Keys({2: TWO, 1: ONE})
+        read = blank_of(item)
+        assert list(await sealed(inner, both, catalog).get([read])) == [Outcome.OK]
+        assert read[1][HEADER_BYTES:] == item[1][HEADER_BYTES:]
+        header = StoredHeader.parse(await raw(inner, catalog, item))
+        assert header.encryption is not None
+        assert header.encryption.tenant != both.mark_of("team-a")
+
+
+def encrypted(keys: Keys, tenant: str) -> tuple[StoredHeader, memoryview]:
+    header, payload = ChunkHeader(make_key(1), make_key(0), bytes(32), 6), memoryview(bytearray(b"secret"))
+    used = keys.encrypt(header, 0, keys.mark_of(tenant), payload, payload)
+    return StoredHeader(header, 0, len(payload), None, used), payload
+
+
+def test_remembers_some_tenants_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(encryption, "TENANTS", 4)
+    keys = Keys({1: ONE})
+    stored = [encrypted(keys, f"team-{number}") for number in range(10)]
+    for header, payload in stored * 2:
+        target = memoryview(bytearray(len(payload)))
+        keys.decrypt(header, payload, target)
+        assert target == b"secret"
+        assert len(keys._of_tenant) <= 4
+
+
+def test_keys_leave_memory_with_their_tier() -> None:
+    """At once, and not when the garbage collector runs next."""
+    keys = Keys({1: ONE})
+    encrypted(keys, "team-a")
+    kept = weakref.ref(keys)
+    gc.disable()
+    try:
+        del keys
+        assert kept() is None
+    finally:
+        gc.enable()
+
+
+def test_authenticates_all_but_tag_and_checksums() -> None:
+    stored, _ = encrypted(Keys({1: ONE}), "team-a")
+    assert stored.encryption is not None
+    head = memoryview(bytearray(object_bytes(6)))
+    StoredHeader.seal(head, stored.chunk, 0, 6, checksum=False, encryption=stored.encryption)
+    assert (
+        StoredHeader.authenticated(stored.chunk, 0, 6, stored.encryption)
+        == bytes(head[:404]) + bytes(head[412:HEADER_BYTES])[:-16]
+    )
 
 
 @pytest.mark.parametrize(
@@ -258,6 +328,45 @@ def test_key_files_that_others_may_read(tmp_path: Path) -> None:
     assert Keys.load(file, "tier 'ssd': encrypt").current == 1
     with pytest.raises(TierError, match="cannot read the key file"):
         Keys.load(tmp_path / "none", "tier 'ssd': encrypt")
+
+
+@pytest.fixture
+def file_of_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A key file of a user that is neither this one nor root."""
+    file = tmp_path / "keys"
+    file.write_text(f"1 {KEY}")
+    file.chmod(0o600)
+    if os.geteuid() == 0:
+        os.chown(file, 4321, -1)
+    monkeypatch.setattr(os, "geteuid", lambda: 1234)
+    return file
+
+
+def test_key_files_of_others(file_of_another: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their owner could change them at any time."""
+    owner = file_of_another.stat().st_uid
+    with pytest.raises(TierError, match=rf"user {owner} owns .*: as root, chown 1234 {file_of_another}"):
+        Keys.load(file_of_another, "tier 'ssd': encrypt")
+    monkeypatch.setattr(os, "geteuid", lambda: owner)
+    assert Keys.load(file_of_another, "tier 'ssd': encrypt").current == 1
+
+
+def test_key_file_that_is_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is checked is what is read."""
+    file, other = tmp_path / "keys", tmp_path / "others"
+    for path, mode in ((file, 0o600), (other, 0o644)):
+        path.write_text(f"1 {KEY}")
+        path.chmod(mode)
+    real = Path.open
+
+    def replaced(path: Path, *arguments: Any, **named: Any) -> Any:
+        if other.exists():
+            other.replace(file)
+        return real(path, *arguments, **named)
+
+    monkeypatch.setattr(Path, "open", replaced)
+    with pytest.raises(TierError, match="others may read or change"):
+        Keys.load(file, "tier 'ssd': encrypt")
 
 
 @pytest.mark.parametrize("where", [0, 1])
