@@ -31,6 +31,9 @@ class Codec(ABC):
     """Identifies the format in headers of chunks: 1 to 65,535, different from all other codecs. Never reuse
     it for another format."""
     settings_type: ClassVar[type[CodecSettings]] = CodecSettings
+    lossy: ClassVar[bool] = False
+    """Whether what it decodes is not exactly what it has encoded. It encodes only chunks of engines with the
+    setting ``accept_lossy``, whose ``layout`` has ``values``."""
 
     def __init__(self, settings: CodecSettings) -> None:  # noqa: B027 - has a default on purpose
         """Take validated settings of ``settings_type``."""

@@ -91,6 +91,7 @@ class Encoder:
         self._checksum = checksum
         self._kept: list[memoryview] = []
         self._warn = RateLimitedLog(logger)
+        self._told = False
 
     @property
     def encodes(self) -> bool:
@@ -134,6 +135,15 @@ class Encoder:
         if self._codec.code == IDENTITY:
             return None
         layout, payload = self._layouts.get(header.namespace), _payload(chunk, header.payload_bytes)
+        if self._codec.lossy and (layout is None or not layout.accepts_loss):
+            if layout is not None and not self._told:
+                self._told = True
+                logger.warning(
+                    "codec %d loses precision: chunks of engines that do not set `accept_lossy: true` are stored "
+                    "as they are",
+                    self._codec.code,
+                )
+            return None
         try:
             stored_bytes = self._codec.encode(header, layout, payload, target[HEADER_BYTES:])
         except Exception as error:

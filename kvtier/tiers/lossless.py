@@ -30,17 +30,18 @@ class LosslessCodec(Codec):
         self, chunk: ChunkHeader, layout: ChunkLayout | None, source: memoryview, target: memoryview
     ) -> int:
         """Encode a payload. Raises :class:`OSError` without the native core."""
-        _require_native()
+        require_native()
         return native.core.lossless_encode(source, target)
 
     def decode(
         self, chunk: ChunkHeader, layout: ChunkLayout | None, source: memoryview, target: memoryview
     ) -> None:
         """Decode what ``encode`` has written. Raises :class:`ValueError` for anything else, and as that."""
-        _require_native()
+        require_native()
         native.core.lossless_decode(source, target)
 
 
-def _require_native() -> None:
+def require_native() -> None:
+    """Raise :class:`OSError` without the native core."""
     if not native.available():
         raise OSError(f"needs the native core, which is {native.summary()}")
