@@ -139,9 +139,9 @@ class Encoder:
             if layout is not None and not self._told:
                 self._told = True
                 logger.warning(
-                    "codec %d loses precision: chunks of engines that do not set `accept_lossy: true` are stored "
-                    "as they are",
-                    self._codec.code,
+                    "%s loses precision: chunks of engines that do not set `accept_lossy: true` are stored as "
+                    "they are",
+                    type(self._codec).__name__,
                 )
             return None
         try:
