@@ -107,8 +107,13 @@ struct Section {
 
     std::uint64_t length() const { return std::uint64_t{pages} * page_bytes; }
     std::size_t blocks() const { return page_bytes / bytes_of(type) / row / rows; }
-    std::size_t column() const { return static_cast<std::size_t>(type) - 1; }
+    std::size_t number() const { return static_cast<std::size_t>(type) - 1; }
 };
+
+std::size_t number_of(Form form) {
+    if (form < Form::fp8 || form > Form::int4) throw std::invalid_argument("there is no such form");
+    return static_cast<std::size_t>(form) - static_cast<std::size_t>(Form::fp8);
+}
 
 Section section_of(Reader& in, std::size_t left) {
     const auto found = in.value<Section>();
@@ -173,6 +178,7 @@ std::size_t lossy_bound(Source table, std::size_t length) {
 std::size_t lossy_encode(Form form, Source table, Source source, std::span<std::uint8_t> target,
                          const TileKernels& kernels) {
     if (target.size() < lossy_bound(table, source.size())) throw std::invalid_argument("the target is too short");
+    const std::size_t number = number_of(form);
     std::uint8_t* out = target.data();
     const auto write = [&out](const void* from, std::size_t count) {
         if (count > 0) std::memcpy(out, from, count);
@@ -189,7 +195,7 @@ std::size_t lossy_encode(Form form, Source table, Source source, std::span<std::
             write(pages.data(), pages.size());
             continue;
         }
-        const auto encode = kernels.encode[static_cast<std::size_t>(form) - 2][section.column()];
+        const auto encode = kernels.encode[number][section.number()];
         // It only reads from the pages.
         each_tile(section, const_cast<std::uint8_t*>(pages.data()), [&](const Tile& tile) {
             const Order order = encode(tile, out + 1);
@@ -207,7 +213,7 @@ std::size_t lossy_encode(Form form, Source table, Source source, std::span<std::
 void lossy_decode(Source source, std::span<std::uint8_t> target, const TileKernels& kernels) {
     Reader in(source);
     const auto form = in.value<Form>();
-    if (form < Form::fp8 || form > Form::int4) throw std::invalid_argument("the values have another form");
+    const std::size_t number = number_of(form);
     const auto sections = in.value<std::uint32_t>();
     for (Reader table(in.take(sections * sizeof(Section))); !table.empty();) {
         const Section section = section_of(table, target.size());
@@ -217,7 +223,7 @@ void lossy_decode(Source source, std::span<std::uint8_t> target, const TileKerne
             std::ranges::copy(in.take(pages.size()), pages.begin());
             continue;
         }
-        const auto decode = kernels.decode[static_cast<std::size_t>(form) - 2][section.column()];
+        const auto decode = kernels.decode[number][section.number()];
         each_tile(section, pages.data(), [&](const Tile& tile) {
             const auto order = in.value<Order>();
             if (order == Order::row || order == Order::column) {

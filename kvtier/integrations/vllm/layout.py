@@ -239,7 +239,8 @@ def _values(vllm_config: VllmConfig, config: KVCacheConfig, group: KVCacheGroupS
     if needs(group).state or any(getattr(spec, "kv_quant_mode", 0) for spec in specs):
         return GroupValues()
     shapes = {
-        (spec.dtype, spec.block_size, spec.num_kv_heads, spec.head_size, spec.head_size_v) for spec in specs
+        (each.dtype, each.block_size, each.num_kv_heads, each.head_size, getattr(each, "head_size_v", each.head_size))
+        for each in specs
     }
     dtypes = {str(dtype).removeprefix("torch.") for dtype, *_ in shapes}
     if len(shapes) > 1 or vllm_config.device_config.device_type == "cpu":
