@@ -59,9 +59,9 @@ def packed(values: np.ndarray[Any, Any], dtype: str) -> bytes:
 
 
 def unpacked(payload: bytes, dtype: str) -> np.ndarray[Any, Any]:
-    if dtype == "bfloat16":
-        return (np.frombuffer(payload, np.uint16).astype(np.uint32) << 16).view(np.float32).astype(float)
-    return np.frombuffer(payload, dtype).astype(float)
+    bits = np.frombuffer(payload, np.uint16 if dtype == "bfloat16" else dtype)
+    with np.errstate(invalid="ignore"):  # NaN that signals.
+        return ((bits.astype(np.uint32) << 16).view(np.float32) if dtype == "bfloat16" else bits).astype(float)
 
 
 def header_of(payload: bytes, tokens: int, space: bytes = bytes(32)) -> ChunkHeader:
@@ -89,7 +89,8 @@ def check_near(kind: type[LossyCodec], before: np.ndarray[Any, Any], after: np.n
         bound = size / 16 + size.max() / 448 * 2**-9
     else:
         bound = (before.max() - before.min()) / STEPS[kind] * 0.51
-    assert (error <= bound + size.max() * ROUNDING[dtype] + 2.0**-90).all()
+    smallest = 2.0**-24 if dtype == "float16" else 2.0**-90
+    assert (error <= bound + size.max() * ROUNDING[dtype] + smallest).all()
 
 
 @pytest.mark.parametrize("kind", CODECS)
@@ -133,8 +134,8 @@ def channels(scales: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
 @pytest.mark.parametrize("kind", [Int8Codec, Int4Codec])
 def test_channels_of_different_scale_have_scales_of_their_own(kind: type[LossyCodec]) -> None:
     """So do tokens: each tile gets the order that loses less."""
-    scales = np.geomspace(0.01, 10, HEADS * 2 * WIDTH)
-    by_token = np.repeat(np.geomspace(0.01, 10, TOKENS), HEADS * 2 * WIDTH).reshape(TOKENS, -1)
+    scales = np.geomspace(0.001, 10_000, HEADS * 2 * WIDTH)
+    by_token = np.repeat(np.geomspace(0.001, 10_000, TOKENS), HEADS * 2 * WIDTH).reshape(TOKENS, -1)
     for values, axis in ((channels(scales), 1), (channels(by_token), 2)):
         payload = packed(values, "float32")
         result = unpacked(decoded(kind, encoded(kind, layout_of("float32"), payload), len(payload)), "float32")

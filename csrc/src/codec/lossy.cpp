@@ -10,11 +10,6 @@
 #include "kvtier/cpu.hpp"
 #include "reader.hpp"
 
-#if defined(__GNUC__) && !defined(__clang__)
-// Vectors are arguments of inlined functions only.
-#pragma GCC diagnostic ignored "-Wpsabi"
-#endif
-
 // Format, little-endian:
 //
 //   u32  form, u32 number of sections
@@ -38,7 +33,6 @@ constexpr std::size_t max_rows = 64, min_width = 16, max_width = 128;
 constexpr std::size_t min_rows_by_column = 16;
 // Smaller scales have no reciprocal: all values of the group become its offset.
 constexpr float min_scale = 0x1p-100F;
-constexpr std::size_t lanes = 16;
 
 enum class Type : std::uint32_t { bytes, bfloat16, float16, float32 };
 enum class Order : std::uint8_t { as_it_is, row, column };
@@ -69,13 +63,6 @@ struct alignas(64) Groups {
     float low[max_width], high[max_width], scale[max_width], inverse[max_width];
 };
 
-// Vectors as compilers provide them for any processor.
-using Floats = float __attribute__((vector_size(64)));
-using Words = std::uint32_t __attribute__((vector_size(64)));
-using Integers = std::int32_t __attribute__((vector_size(64)));
-using Halves = std::uint16_t __attribute__((vector_size(32)));
-using Bytes = std::uint8_t __attribute__((vector_size(16)));
-
 }  // namespace
 
 struct TileKernels {
@@ -88,15 +75,18 @@ struct TileKernels {
 namespace {
 
 #define KVTIER_SET portable
+#define KVTIER_LANES 4
 #define KVTIER_TARGET
 #include "tiles.inc"
 
 #if defined(__x86_64__)
 #define KVTIER_SET avx2
+#define KVTIER_LANES 8
 #define KVTIER_TARGET __attribute__((target("avx2")))
 #include "tiles.inc"
 
 #define KVTIER_SET avx512
+#define KVTIER_LANES 16
 #define KVTIER_TARGET __attribute__((target("avx512f,avx512bw")))
 #include "tiles.inc"
 #endif
