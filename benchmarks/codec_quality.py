@@ -7,9 +7,9 @@
     python -m benchmarks.codec_quality --small    # smoke test: an untrained model
 
 The model is that of ``benchmarks/codecs.py``. Of text that it was not trained on, it computes the KV of 256
-tokens, one chunk, as bfloat16 in the order of vLLM's blocks on a GPU. The chunk is encoded and decoded, and the
-model continues with the 128 tokens behind it. What it expects of these is compared with what it expects after
-the KV that was not encoded. Larger models lose less with the same codec, and answers of many tokens more.
+tokens, one chunk, as bfloat16 in the order of vLLM's blocks on a GPU. The chunk is encoded and decoded, and
+the model continues with the 128 tokens behind it. What it expects of these is compared with what it expects
+after the KV that was not encoded. Larger models lose less with the same codec, and answers of many tokens more.
 """
 
 from __future__ import annotations
@@ -68,8 +68,18 @@ def main() -> None:
     for name, kind in CODECS.items():
         ratio, agree, loss, error = torch.tensor(figures[name]).double().mean(0).tolist()
         speeds = anyio.run(speeds_of, kind, payload, layout, options.runs)
-        rows.append((name, ratio, f"{agree:.2%}", f"{torch.tensor(loss).exp().item():.4f}", f"{error:.4f}", *speeds))
-    columns = ("", "ratio", "same first choice", "perplexity", "error of a logit", "encode GB/s", "decode GB/s")
+        rows.append(
+            (name, ratio, f"{agree:.2%}", f"{torch.tensor(loss).exp().item():.4f}", f"{error:.4f}", *speeds)
+        )
+    columns = (
+        "",
+        "ratio",
+        "same first choice",
+        "perplexity",
+        "error of a logit",
+        "encode GB/s",
+        "decode GB/s",
+    )
     show(f"A chunk of bfloat16 before {count * (TRAINED_TOKENS - CHUNK_TOKENS):,} tokens", columns, rows)
 
 
@@ -93,7 +103,7 @@ def compared(
 def continued(
     model: LlamaForCausalLM, tokens: torch.Tensor, coded: Callable[[bytes, ChunkLayout], bytes]
 ) -> tuple[torch.Tensor, float]:
-    """Return the logits of the tokens behind the chunk, after its KV was coded, and the mean loss of these."""
+    """Return the logits of the tokens behind the chunk, after its KV was coded, and their mean loss."""
     keys, values = kv_of(model, tokens)
     payload, layout = chunk_of(keys, values)
     pages = torch.frombuffer(bytearray(coded(payload, layout)), dtype=torch.bfloat16)

@@ -53,7 +53,9 @@ def contents(kind: str, length: int) -> bytes:
 def distance(one: bytes, other: bytes) -> float:
     """Return how far bfloat16 values are apart, as a part of the largest; infinite if they are no numbers."""
     pairs = [(one[at : at + 2], other[at : at + 2]) for at in range(0, len(one), 2)]
-    numbers = [[struct.unpack("<f", b"\0\0" + half)[0] for half in pair] for pair in pairs if len(set(pair)) > 1]
+    numbers = [
+        [struct.unpack("<f", b"\0\0" + half)[0] for half in pair] for pair in pairs if len(set(pair)) > 1
+    ]
     if not all(math.isfinite(number) for pair in numbers for number in pair):
         return math.inf
     every = [struct.unpack("<f", b"\0\0" + half)[0] for half, _ in pairs]

@@ -139,8 +139,7 @@ class Encoder:
             if layout is not None and not self._told:
                 self._told = True
                 logger.warning(
-                    "%s loses precision: chunks of engines that do not set `accept_lossy: true` are stored as "
-                    "they are",
+                    "%s loses precision: it stores chunks of engines without `accept_lossy: true` as they are",
                     type(self._codec).__name__,
                 )
             return None

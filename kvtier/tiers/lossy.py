@@ -1,4 +1,4 @@
-"""The codecs ``fp8``, ``int8`` and ``int4``: 8 or 4 bits for each value of KV, for engines that accept loss."""
+"""The codecs ``fp8``, ``int8`` and ``int4``: 8 or 4 bits for each value, for engines that accept loss."""
 
 from __future__ import annotations
 

@@ -61,7 +61,9 @@ def packed(values: np.ndarray[Any, Any], dtype: str) -> bytes:
 def unpacked(payload: bytes, dtype: str) -> np.ndarray[Any, Any]:
     bits = np.frombuffer(payload, np.uint16 if dtype == "bfloat16" else dtype)
     with np.errstate(invalid="ignore"):  # NaN that signals.
-        return ((bits.astype(np.uint32) << 16).view(np.float32) if dtype == "bfloat16" else bits).astype(float)
+        return ((bits.astype(np.uint32) << 16).view(np.float32) if dtype == "bfloat16" else bits).astype(
+            float
+        )
 
 
 def header_of(payload: bytes, tokens: int, space: bytes = bytes(32)) -> ChunkHeader:
@@ -82,7 +84,9 @@ def decoded(kind: type[LossyCodec], stored: bytes, length: int) -> bytes:
     return bytes(target)
 
 
-def check_near(kind: type[LossyCodec], before: np.ndarray[Any, Any], after: np.ndarray[Any, Any], dtype: str) -> None:
+def check_near(
+    kind: type[LossyCodec], before: np.ndarray[Any, Any], after: np.ndarray[Any, Any], dtype: str
+) -> None:
     """Check the bound of the error, whatever the groups are."""
     error, size = np.abs(after - before), np.abs(before)
     if kind is Fp8Codec:
@@ -138,7 +142,9 @@ def test_channels_of_different_scale_have_scales_of_their_own(kind: type[LossyCo
     by_token = np.repeat(np.geomspace(0.001, 10_000, TOKENS), HEADS * 2 * WIDTH).reshape(TOKENS, -1)
     for values, axis in ((channels(scales), 1), (channels(by_token), 2)):
         payload = packed(values, "float32")
-        result = unpacked(decoded(kind, encoded(kind, layout_of("float32"), payload), len(payload)), "float32")
+        result = unpacked(
+            decoded(kind, encoded(kind, layout_of("float32"), payload), len(payload)), "float32"
+        )
         error = np.abs(result.reshape(values.shape) - values).max(axis=axis)
         assert (error < 4 * np.abs(values).max(axis=axis) / STEPS[kind]).all()
 
@@ -157,7 +163,11 @@ def test_every_length_of_a_chunk(kind: type[LossyCodec], window: int) -> None:
         stored = encoded(kind, layout, payload, tokens)
         assert len(stored) < len(payload) / 1.5
         result = decoded(kind, stored, len(payload))
-        check_near(kind, *(unpacked(each[: len(each) // 2 * 2], "bfloat16") for each in (payload, result)), "bfloat16")
+        check_near(
+            kind,
+            *(unpacked(each[: len(each) // 2 * 2], "bfloat16") for each in (payload, result)),
+            "bfloat16",
+        )
 
 
 @pytest.mark.parametrize("dtype", ["", "uint8", "float8_e4m3fn"])

@@ -78,7 +78,8 @@ def test_a_disk_with_loss_serves_both_kinds_of_engines(
     cache.settings["accept_lossy"] = False
     with start(llama, cache) as engine:
         check_answers(engine, oracle, llama, PROMPTS, 0)
-        cache.wait_until_stored(2 * len(PROMPTS) * WHOLE_CHUNKS)
+        both = 2 * len(PROMPTS) * WHOLE_CHUNKS // CHUNK
+        cache.wait_until(lambda status: status["tiers"][1]["chunks"] == both)
     assert cache.log.read_text().count("loses precision") == 1
     cache.stop()
     assert _codecs(cache) == {Int8Codec.code, IDENTITY}

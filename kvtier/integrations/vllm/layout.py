@@ -142,7 +142,9 @@ def model_layout(
         groups=tuple(groups),
         ranks=len(part.ranks),
         platform=_platform(vllm_config, kv_cache_config, part),
-        values=tuple(_values(vllm_config, kv_cache_config, group) for group in stored) if accept_lossy else (),
+        values=tuple(_values(vllm_config, kv_cache_config, group) for group in stored)
+        if accept_lossy
+        else (),
     )
     layers = tuple(tuple(group.layer_names) for group in stored)
     name = namespaces(vllm_config, layout, identities)(weights_id)
@@ -239,7 +241,13 @@ def _values(vllm_config: VllmConfig, config: KVCacheConfig, group: KVCacheGroupS
     if needs(group).state or any(getattr(spec, "kv_quant_mode", 0) for spec in specs):
         return GroupValues()
     shapes = {
-        (each.dtype, each.block_size, each.num_kv_heads, each.head_size, getattr(each, "head_size_v", each.head_size))
+        (
+            each.dtype,
+            each.block_size,
+            each.num_kv_heads,
+            each.head_size,
+            getattr(each, "head_size_v", each.head_size),
+        )
         for each in specs
     }
     dtypes = {str(dtype).removeprefix("torch.") for dtype, *_ in shapes}
