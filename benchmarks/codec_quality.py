@@ -9,7 +9,7 @@
 The model is that of ``benchmarks/codecs.py``. Of text that it was not trained on, it computes the KV of 256
 tokens, one chunk, as bfloat16 in the order of vLLM's blocks on a GPU. The chunk is encoded and decoded, and
 the model continues with the 128 tokens behind it. What it expects of these is compared with what it expects
-after the KV that was not encoded. Larger models lose less with the same codec, and answers of many tokens more.
+after the KV that was not encoded. Larger models lose less with the same codec, and long answers more.
 """
 
 from __future__ import annotations
@@ -41,6 +41,13 @@ CODECS: dict[str, type[Codec]] = {
 REPEATED = 64
 
 
+class KV(NamedTuple):
+    """Layer, head, token, value."""
+
+    keys: torch.Tensor
+    values: torch.Tensor
+
+
 class Encoded(NamedTuple):
     """A chunk, and what a codec makes of it."""
 
@@ -52,7 +59,7 @@ class Encoded(NamedTuple):
 def main() -> None:
     parser = argparse.ArgumentParser(description="Measure what the codecs with loss cost in quality.")
     parser.add_argument("--train", type=int, default=400, help="seconds; default: %(default)s")
-    parser.add_argument("--texts", type=int, default=200, help="default: %(default)s")
+    parser.add_argument("--texts", type=int, default=100, help="default: %(default)s")
     parser.add_argument("--runs", type=int, default=5, help="default: %(default)s")
     options = parse(parser, train=1, texts=2, runs=1)
     model, (_, text) = trained_model(options.train), corpus()
@@ -60,9 +67,10 @@ def main() -> None:
     texts = text[: count * TRAINED_TOKENS].reshape(count, 1, TRAINED_TOKENS)
     figures: dict[str, list[tuple[float, ...]]] = {name: [] for name in CODECS}
     for tokens in texts:
-        expected, _ = continued(model, tokens, lambda payload, layout: payload)
+        kv = kv_of(model, tokens)
+        expected, _ = continued(model, tokens, *kv)
         for name, kind in CODECS.items():
-            figures[name].append(compared(model, tokens, expected, kind))
+            figures[name].append(compared(model, tokens, kv, expected, kind))
     rows: list[tuple[object, ...]] = []
     payload, layout = chunk_of(*kv_of(model, texts[0]))
     for name, kind in CODECS.items():
@@ -84,46 +92,39 @@ def main() -> None:
 
 
 def compared(
-    model: LlamaForCausalLM, tokens: torch.Tensor, expected: torch.Tensor, kind: type[Codec]
+    model: LlamaForCausalLM, tokens: torch.Tensor, kv: KV, expected: torch.Tensor, kind: type[Codec]
 ) -> tuple[float, ...]:
     """Return the ratio, the part of tokens with the same first choice, the loss, and the error of logits."""
-    lengths = []
-
-    def coded(payload: bytes, layout: ChunkLayout) -> bytes:
-        chunk = encoded(kind, payload, layout)
-        lengths.append(len(payload) / chunk.encode())
-        chunk.decode()
-        return bytes(chunk.result)
-
-    logits, loss = continued(model, tokens, coded)
+    payload, layout = chunk_of(*kv)
+    chunk = encoded(kind, payload, layout)
+    ratio = len(payload) / chunk.encode()
+    chunk.decode()
+    layers, heads, _, width = kv.keys.shape
+    pages = torch.frombuffer(chunk.result, dtype=torch.bfloat16)
+    both = pages.reshape(layers, CHUNK_TOKENS, heads, 2, width).permute(3, 0, 2, 1, 4)
+    logits, loss = continued(model, tokens, *both)
     agree = (logits.argmax(-1) == expected.argmax(-1)).double().mean().item()
-    return lengths[0], agree, loss, (logits - expected).abs().mean().item()
+    return ratio, agree, loss, (logits - expected).abs().mean().item()
 
 
 def continued(
-    model: LlamaForCausalLM, tokens: torch.Tensor, coded: Callable[[bytes, ChunkLayout], bytes]
+    model: LlamaForCausalLM, tokens: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
 ) -> tuple[torch.Tensor, float]:
-    """Return the logits of the tokens behind the chunk, after its KV was coded, and their mean loss."""
-    keys, values = kv_of(model, tokens)
-    payload, layout = chunk_of(keys, values)
-    pages = torch.frombuffer(bytearray(coded(payload, layout)), dtype=torch.bfloat16)
-    layers, heads, _, width = keys.shape
-    both = pages.reshape(layers, CHUNK_TOKENS, heads, 2, width).permute(3, 0, 2, 1, 4).float()
-    cache = DynamicCache()
-    for layer in range(layers):
-        cache.update(both[0, layer][None], both[1, layer][None], layer)
-    rest = tokens[:, CHUNK_TOKENS:]
+    """Return the logits of the tokens behind the chunk with this KV, and the mean loss."""
+    cache, rest = DynamicCache(), tokens[:, CHUNK_TOKENS:]
+    for layer, pair in enumerate(zip(keys.float(), values.float(), strict=True)):
+        cache.update(pair[0][None], pair[1][None], layer)
     with torch.no_grad():
         logits = model(input_ids=rest, past_key_values=cache, use_cache=True).logits[0]
     return logits, torch.nn.functional.cross_entropy(logits[:-1], rest[0, 1:]).item()
 
 
-def kv_of(model: LlamaForCausalLM, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return keys and values of the first chunk: layer, head, token, value."""
+def kv_of(model: LlamaForCausalLM, tokens: torch.Tensor) -> KV:
+    """Return keys and values of the first chunk."""
     with torch.no_grad():
         layers = model(input_ids=tokens[:, :CHUNK_TOKENS], use_cache=True).past_key_values.layers
     keys, values = (torch.stack([getattr(layer, name)[0] for layer in layers]) for name in ("keys", "values"))
-    return keys.bfloat16(), values.bfloat16()
+    return KV(keys.bfloat16(), values.bfloat16())
 
 
 def chunk_of(keys: torch.Tensor, values: torch.Tensor) -> tuple[bytes, ChunkLayout]:

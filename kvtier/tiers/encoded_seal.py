@@ -139,7 +139,7 @@ class Encoder:
             if layout is not None and not self._told:
                 self._told = True
                 logger.warning(
-                    "%s loses precision: it stores chunks of engines without `accept_lossy: true` as they are",
+                    "%s loses precision: chunks of engines without `accept_lossy: true` stay as they are",
                     type(self._codec).__name__,
                 )
             return None
