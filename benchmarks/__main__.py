@@ -28,6 +28,7 @@ SUITE = (
     "tiers",
     "memory",
     "codecs",
+    "codec_quality",
     "copies",
     "disk",
     "catalog",

@@ -144,6 +144,22 @@ def lossless_decode(source: bytes | memoryview, target: memoryview) -> None:
     Anything else raises ``ValueError``; nothing is written elsewhere. Blocks without the GIL.
     """
 
+def lossy_bound(table: bytes, length: int) -> int:
+    """Return how many bytes :func:`lossy_encode` may need for what ``table`` describes.
+
+    Raises ``ValueError`` unless that is ``length`` bytes in shapes that it can encode.
+    """
+
+def lossy_encode(form: int, table: bytes, source: bytes | memoryview, target: memoryview) -> int:
+    """Encode the values of tensors; see :class:`kvtier.tiers.lossy.LossyCodec`. Return the length.
+
+    ``form``: the code of the codec. ``target`` has :func:`lossy_bound` bytes, or it raises ``ValueError``.
+    Blocks without the GIL.
+    """
+
+def lossy_decode(source: bytes | memoryview, target: memoryview) -> None:
+    """Decode what :func:`lossy_encode` has written. Like :func:`lossless_decode`."""
+
 def xxh3_128(data: bytes | memoryview) -> bytes:
     """Return the XXH3-128 hash, as ``xxhash.xxh3_128_digest`` does. Blocks without the GIL.
 

@@ -79,17 +79,33 @@ class Span(NamedTuple):
     page_bytes: int
 
 
+class GroupValues(msgspec.Struct, frozen=True, array_like=True):
+    """The values in the pages of one group, for codecs with loss.
+
+    A page has blocks of ``rows`` rows of ``row`` values, ``width`` of which belong together, such as those of
+    a head; without ``rows``, their order is unknown. Without ``dtype``, they must not be changed: states, and
+    values that are quantized already.
+    """
+
+    dtype: str = ""
+    rows: int = 0
+    row: int = 0
+    width: int = 0
+
+
 class ChunkLayout(msgspec.Struct, frozen=True, array_like=True):
     """The layout of a model's chunks on one platform.
 
     ``platform`` covers everything that determines the bytes inside a block (device, layout name, instruction
-    set, dtype). Two engines share chunks only if it is equal.
+    set, dtype). Two engines share chunks only if it is equal. ``values`` describes each group if the engine
+    accepts KV that was stored with loss; otherwise it is empty.
     """
 
     chunk_tokens: int
     groups: tuple[GroupLayout, ...]
     ranks: int = 1
     platform: str = ""
+    values: tuple[GroupValues, ...] = ()
 
     def __post_init__(self) -> None:
         self._check()
@@ -109,12 +125,21 @@ class ChunkLayout(msgspec.Struct, frozen=True, array_like=True):
             raise LayoutError(f"a group has shards of another number of ranks than {self.ranks}")
         if min((self.chunk_tokens, *(group.block_tokens for group in self.groups))) < 1:
             raise LayoutError("blocks and chunks have at least one token")
+        if len(self.values) not in (0, len(self.groups)):
+            raise LayoutError("the values of some groups are described, and of others not")
+        if any(min(each.rows, each.row, each.width) < 0 for each in self.values):
+            raise LayoutError("values have fewer rows than none")
 
     def __str__(self) -> str:
         """Summarize the configured properties, to distinguish layouts in messages."""
         ranks = "1 rank" if self.ranks == 1 else f"{self.ranks} ranks"
         sizes = f"chunks of {self.chunk_tokens} tokens in blocks of {self._blocks}"
         return f"{sizes}, {ranks}, {self.platform or 'any'}"
+
+    @property
+    def accepts_loss(self) -> bool:
+        """Whether the engine accepts KV that was stored with loss."""
+        return bool(self.values)
 
     @property
     def unit_tokens(self) -> int:
@@ -143,6 +168,7 @@ class ChunkLayout(msgspec.Struct, frozen=True, array_like=True):
             "--block-size": self._blocks,
             "--tensor-parallel-size": str(self.ranks),
             **dict(zip(names.split("|"), self.platform.split("|"), strict=False)),
+            "accept_lossy": str(self.accepts_loss).lower(),
             LAYERS: blake3(msgspec.msgpack.encode(self.groups)).hexdigest(4),
         }
 
@@ -211,7 +237,9 @@ class ChunkLayout(msgspec.Struct, frozen=True, array_like=True):
 
     def fingerprint(self) -> bytes:
         """Return 32 bytes that differ whenever a chunk's bytes have another meaning."""
-        return blake3(msgspec.msgpack.encode(self), derive_key_context="kvtier layout v2").digest()
+        # Without values, that of earlier versions, so that what they have stored is found.
+        parts = self if self.values else msgspec.structs.astuple(self)[:-1]
+        return blake3(msgspec.msgpack.encode(parts), derive_key_context="kvtier layout v2").digest()
 
 
 @lru_cache(maxsize=64)

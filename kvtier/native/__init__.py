@@ -39,7 +39,7 @@ ADVICE = "install a C++ compiler (Debian: g++) and reinstall kvtier; pip install
 
 VARIABLE = "KVTIER_NATIVE"
 """An environment variable and not a setting, because it is read at the first import."""
-ABI = 12
+ABI = 13
 """ABI version (names, arguments, results). Extensions with another version are ignored."""
 
 _problem = ""

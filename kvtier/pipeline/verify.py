@@ -163,7 +163,10 @@ class VerifyStage(Observer):
                 await self._remove(chunk, found)
 
     def _tolerance(self, chunk: Recomputed) -> float:
-        measured = MARGIN * self._measured.get(chunk.header.namespace, 0.0)
+        layout = self._hierarchy.layouts.get(chunk.header.namespace)
+        # What was stored with loss differs, and what was computed from it.
+        lossy = UNRELATED if layout is not None and layout.accepts_loss else 0.0
+        measured = max(lossy, MARGIN * self._measured.get(chunk.header.namespace, 0.0))
         return max(TOLERANCES.get(chunk.of.dtype, BYTES_TOLERANCE), min(measured, UNRELATED))
 
     def _judge(self, chunk: Recomputed, found: Difference) -> str:

@@ -156,9 +156,10 @@ class TierSettings(SettingsModel):
         default={"type": "identity"},
         description=(
             "Codec that encodes chunks in this tier: `identity` stores them as they are, `lossless` in fewer "
-            "bytes (bfloat16: 1.4 times), `auto` does that while it pays, as measured; plugins provide "
-            "others. Or a mapping of its settings with its name as `type`. Not for the first tier. In a "
-            "shared pool, all hosts need a codec: to those without, encoded chunks are misses."
+            "bytes (bfloat16: 1.4 times), `auto` does that while it pays, as measured, `fp8`, `int8` and `int4` "
+            "need half or a quarter of them, for engines with `accept_lossy`; plugins provide others. Or a "
+            "mapping of its settings with its name as `type`. Not for the first tier. In a shared pool, all "
+            "hosts need a codec: to those without, encoded chunks are misses."
         ),
         examples=["lossless"],
     )
@@ -331,6 +332,14 @@ class Settings(BaseSettings):
             "`weight_version`."
         ),
         examples=["step-1200"],
+    )
+    accept_lossy: bool = Field(
+        default=False,
+        description=(
+            "Whether engines accept KV that a tier has stored with loss: with the codecs `fp8`, `int8` and "
+            "`int4`. They share no chunk with engines that do not. See [codecs.md](codecs.md#with-loss)."
+        ),
+        examples=[True],
     )
     tiers: list[dict[str, Any]] = Field(
         default_factory=_default_tiers,

@@ -9,6 +9,8 @@
 
 from __future__ import annotations
 
+import math
+import struct
 import threading
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -17,7 +19,7 @@ from typing import Any, ClassVar
 import pytest
 
 from kvtier.memory.header import ChunkHeader
-from kvtier.memory.layout import ChunkLayout, GroupLayout
+from kvtier.memory.layout import ChunkLayout, GroupLayout, GroupValues
 from kvtier.testing.backend import make_key
 from kvtier.testing.noise import SENTINEL, noise
 from kvtier.tiers.codec import Codec
@@ -28,6 +30,9 @@ LAYOUTS: dict[str, ChunkLayout | None] = {
     "one layer": ChunkLayout(16, (GroupLayout(16, (4096,)),)),
     "layers, ranks and a window": ChunkLayout(
         64, (GroupLayout(16, (512, 512, 512)), GroupLayout(32, (1000,), window=16)), ranks=2, platform="bf16"
+    ),
+    "accepts loss": ChunkLayout(
+        64, (GroupLayout(16, (4096, 4096)),), values=(GroupValues("bfloat16", 16, 128, 64),)
     ),
 }
 GUARD = 64
@@ -45,6 +50,19 @@ def contents(kind: str, length: int) -> bytes:
     return bytes(byte for value in low for byte in (value, 0x3F ^ (value & 0x80)))[:length]
 
 
+def distance(one: bytes, other: bytes) -> float:
+    """Return how far bfloat16 values are apart, as a part of the largest; infinite if they are no numbers."""
+    pairs = [(one[at : at + 2], other[at : at + 2]) for at in range(0, len(one), 2)]
+    numbers = [
+        [struct.unpack("<f", b"\0\0" + half)[0] for half in pair] for pair in pairs if len(set(pair)) > 1
+    ]
+    if not all(math.isfinite(number) for pair in numbers for number in pair):
+        return math.inf
+    every = [struct.unpack("<f", b"\0\0" + half)[0] for half, _ in pairs]
+    largest = max(abs(number) for number in every if math.isfinite(number))
+    return max((abs(a - b) for a, b in numbers), default=0.0) / (largest or 1.0)
+
+
 def chunk_of(layout: ChunkLayout | None, length: int) -> ChunkHeader:
     """Return the header of a chunk, which has a number of tokens if it has the layout's length."""
     tokens = 0
@@ -59,6 +77,9 @@ class CodecConformance:
     codec: ClassVar[type[Codec]]
     settings: ClassVar[Mapping[str, Any]] = {}
     """Settings of the codec, without ``type``."""
+    tolerance: ClassVar[float] = 0.0
+    """Of a lossy codec: how far a value of a chunk whose engine accepts loss may be off, as a part of the
+    largest value of the chunk. All other chunks must survive exactly."""
 
     def make_codec(self) -> Codec:
         """Return a codec with the settings."""
@@ -82,6 +103,13 @@ class CodecConformance:
             raise result
         return result
 
+    def check(self, layout: ChunkLayout | None, result: bytes, payload: bytes) -> None:
+        """Check what has been decoded."""
+        if layout is None or not layout.accepts_loss or not self.tolerance or result == payload:
+            assert result == payload
+        else:
+            assert distance(payload, result) <= self.tolerance
+
     def _try_decode(
         self, codec: Codec, layout: ChunkLayout | None, encoded: bytes, length: int
     ) -> bytes | Exception:
@@ -103,24 +131,27 @@ class CodecConformance:
         """Whatever it contains, whatever its length, and whether or not it has the layout's length."""
         codec, payload = self.make_codec(), contents(kind, length)
         encoded = self.encoded(codec, layout, payload)
-        assert self.decoded(codec, layout, encoded, length) == payload
+        self.check(layout, self.decoded(codec, layout, encoded, length), payload)
 
+    @pytest.mark.parametrize("kind", ["noise", "zeros", "tensor"])
     @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
-    def test_whole_chunk_survives(self, layout: ChunkLayout | None) -> None:
+    def test_whole_chunk_survives(self, layout: ChunkLayout | None, kind: str) -> None:
         """A payload with exactly the layout's length."""
         length = 100_000 if layout is None else layout.payload_bytes(layout.chunk_tokens)
-        codec, payload = self.make_codec(), contents("tensor", length)
-        assert self.decoded(codec, layout, self.encoded(codec, layout, payload), length) == payload
+        codec, payload = self.make_codec(), contents(kind, length)
+        encoded = self.encoded(codec, layout, payload)
+        self.check(layout, self.decoded(codec, layout, encoded, length), payload)
 
-    def test_encoded_payload_describes_itself(self) -> None:
+    @pytest.mark.parametrize("name", ["layers, ranks and a window", "accepts loss"])
+    def test_encoded_payload_describes_itself(self, name: str) -> None:
         """Another instance decodes it, with or without the layout: engines may not have connected yet."""
-        layout = LAYOUTS["layers, ranks and a window"]
+        layout = LAYOUTS[name]
         assert layout is not None
         payload = contents("tensor", layout.payload_bytes(layout.chunk_tokens))
         encoded = self.encoded(self.make_codec(), layout, payload)
         other = self.codec(self.codec.settings_type.model_validate({"type": "mine"}))
         for known in (layout, None):
-            assert self.decoded(other, known, encoded, len(payload)) == payload
+            self.check(layout, self.decoded(other, known, encoded, len(payload)), payload)
 
     def test_memory_that_is_not_aligned(self) -> None:
         """Payloads begin behind a header, at any address."""

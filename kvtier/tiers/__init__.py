@@ -15,5 +15,12 @@ def kvtier_codecs() -> dict[str, type[Codec]]:
     """Return the built-in codecs. Imports them lazily."""
     from kvtier.tiers.codec import IdentityCodec
     from kvtier.tiers.lossless import LosslessCodec
+    from kvtier.tiers.lossy import Fp8Codec, Int4Codec, Int8Codec
 
-    return {"identity": IdentityCodec, "lossless": LosslessCodec}
+    return {
+        "identity": IdentityCodec,
+        "lossless": LosslessCodec,
+        "fp8": Fp8Codec,
+        "int8": Int8Codec,
+        "int4": Int4Codec,
+    }

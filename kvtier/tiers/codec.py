@@ -33,6 +33,9 @@ class Codec(ABC):
     settings_type: ClassVar[type[CodecSettings]] = CodecSettings
     usual_ratio: ClassVar[float] = 1.0
     """How many times fewer bytes KV of bfloat16 usually takes: what simulations assume."""
+    lossy: ClassVar[bool] = False
+    """Whether what it decodes is not exactly what it has encoded. It encodes only chunks of engines with the
+    setting ``accept_lossy``, whose ``layout`` has ``values``."""
 
     def __init__(self, settings: CodecSettings) -> None:  # noqa: B027 - has a default on purpose
         """Take validated settings of ``settings_type``."""

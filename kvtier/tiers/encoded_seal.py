@@ -105,6 +105,7 @@ class Encoder:
         self._checksum = checksum
         self._kept: list[memoryview] = []
         self._warn = RateLimitedLog(logger)
+        self._told = False
 
     @property
     def encodes(self) -> bool:
@@ -168,6 +169,14 @@ class Encoder:
         if not self.has_codec:
             return None
         layout, payload = self._layouts.get(header.namespace), _payload(chunk, header.payload_bytes)
+        if self._codec.lossy and (layout is None or not layout.accepts_loss):
+            if layout is not None and not self._told:
+                self._told = True
+                logger.warning(
+                    "%s loses precision: chunks of engines without `accept_lossy: true` stay as they are",
+                    type(self._codec).__name__,
+                )
+            return None
         try:
             stored_bytes = self._codec.encode(header, layout, payload, target[HEADER_BYTES:])
         except Exception as error:

@@ -32,7 +32,7 @@ class LosslessCodec(Codec):
         self, chunk: ChunkHeader, layout: ChunkLayout | None, source: memoryview, target: memoryview
     ) -> int:
         """Encode a payload. Raises :class:`UnreadableChunk` without the native core."""
-        _require_native()
+        require_native()
         return native.core.lossless_encode(source, target)
 
     def decode(
@@ -42,10 +42,11 @@ class LosslessCodec(Codec):
 
         Raises :class:`ValueError` for anything else, and :class:`UnreadableChunk` without the native core.
         """
-        _require_native()
+        require_native()
         native.core.lossless_decode(source, target)
 
 
-def _require_native() -> None:
+def require_native() -> None:
+    """Raise :class:`UnreadableChunk` without the native core."""
     if not native.available():
         raise UnreadableChunk("needs the native core, which is {}", native.summary())

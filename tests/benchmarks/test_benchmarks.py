@@ -65,7 +65,7 @@ NEEDS = {
     "pools": (RedisServer.missing() is None, str(RedisServer.missing())),
     **{
         name: (find_spec("vllm") is not None, "needs vLLM")
-        for name in ("codecs", "cold_loads", "kv_events", "load_or_compute", "steps")
+        for name in ("codec_quality", "codecs", "cold_loads", "kv_events", "load_or_compute", "steps")
     },
 }
 ENGINES = (
@@ -93,6 +93,7 @@ ROWS = {
     "busy": ["first load from disk", "lookup of 32,768 tokens", "retrieve 8 MiB", "loop blocked, wall, p99"],
     "catalog": ["add a chunk", "prefix of 128 chunks", "the 1024 coldest"],
     "codec_links": ["25 Gb/s, stored", "25 Gb/s, retrieved"],
+    "codec_quality": ["identity", "fp8", "int8", "int4"],
     "codecs": ["bfloat16", "float32", "fp8 e5m2"],
     "controller": ["lookups/s, known keys", "POST /lookup", "from another process", "bytes per key"],
     "controller_failover": ["none", "leader killed"],

@@ -17,7 +17,7 @@ from kvtier.bridge.session import EngineSession
 from kvtier.cache import TieredCache
 from kvtier.memory.header import HEADER_BYTES
 from kvtier.memory.keys import chunk_keys, join_keys, state_key
-from kvtier.memory.layout import STATE_TOKENS, ChunkLayout, GroupLayout
+from kvtier.memory.layout import STATE_TOKENS, ChunkLayout, GroupLayout, GroupValues
 from kvtier.pipeline.verify import Recomputation
 from tests.rigs.engine_sessions import BUILT_IN, NAMESPACE, ROOT, session
 from tests.rigs.waiting import until
@@ -32,13 +32,13 @@ AGAIN = Recomputation("request", 0, "float32")
 
 @asynccontextmanager
 async def engine_with_disk(
-    folder: Path, capacity: str = "1MiB"
+    folder: Path, capacity: str = "1MiB", layout: ChunkLayout = LAYOUT
 ) -> AsyncIterator[tuple[EngineSession, TieredCache]]:
     disk = {"name": "ssd", "type": "disk", "path": str(folder), "capacity": "8MiB"}
     memory = {"name": "ram", "type": "cpu", "capacity": capacity}
     settings = Settings(chunk_tokens=4, tiers=[memory, disk], verify=1.0, reserve_share=1.0)
     async with TieredCache.open(settings, plugins=BUILT_IN) as cache:
-        engine = session(cache, LAYOUT)
+        engine = session(cache, layout)
         yield engine, cache
         await cache.drain(10)
         engine.close()
@@ -155,6 +155,17 @@ async def test_one_small_difference_among_many_chunks_is_no_reason_for_quarantin
             store(engine, cache, [1, 2, 3.01], AGAIN)
             assert (await compared(cache, 3 * turn + 3))["verified_different_ram"] == turn - 7
         assert not cache.verifying.status()
+
+
+async def test_what_was_stored_with_loss_may_differ(tmp_path: Path) -> None:
+    """Also what was computed from it; but it is not that of other tokens."""
+    lossy = ChunkLayout(4, LAYOUT.groups, values=(GroupValues("float32"),))
+    async with engine_with_disk(tmp_path, layout=lossy) as (engine, cache):
+        store(engine, cache, [1, 2, 3])
+        assert store(engine, cache, [1.3, 2, -3], AGAIN) == 3
+        results = {"verified_equal_ram": 1, "verified_tolerable_ram": 1, "verified_different_ram": 1}
+        assert await compared(cache, 3) == results
+        assert cache.verifying.status()
 
 
 async def test_what_a_canary_has_computed_twice_measures_the_tolerance(tmp_path: Path) -> None:

@@ -22,6 +22,7 @@ from vllm.v1.kv_cache_interface import (
     KVCacheGroupSpec,
     KVCacheSpec,
     KVCacheTensor,
+    KVQuantMode,
     MambaSpec,
     MLAAttentionSpec,
     SinkFullAttentionSpec,
@@ -32,7 +33,7 @@ from vllm.v1.kv_cache_interface import (
 from kvtier.errors import LayoutError
 from kvtier.integrations.vllm.compat import lookahead_tokens
 from kvtier.integrations.vllm.layout import INPUT_OPTIONS, model_layout, page_views, probe
-from kvtier.memory.layout import STATE_TOKENS, GroupLayout
+from kvtier.memory.layout import STATE_TOKENS, GroupLayout, GroupValues
 
 BLOCKS = 10
 HEADS: dict[str, Any] = {"num_kv_heads": 2, "head_size": 32, "dtype": torch.float32}
@@ -419,6 +420,28 @@ def test_other_weights_have_another_namespace() -> None:
     config, cache = Engine().config, cache_config(FULL)
     spaces = {model_layout(config, cache, "auto", weights).namespace for weights in ("", "step-1", "step-2")}
     assert len(spaces) == 3
+
+
+@pytest.mark.parametrize(
+    ("spec", "device", "order", "values"),
+    [
+        (FULL, "cuda", "LBHNC", GroupValues("float32", 64, 64, 32)),
+        (FULL, "cuda", "BLNHC", GroupValues("float32", 64, 128, 32)),
+        (FULL, "cpu", "LBHNC", GroupValues("float32")),
+        (MLA, "cuda", "LBNHC", GroupValues("bfloat16", 64, 576, 96)),
+        (replace(FULL, kv_quant_mode=KVQuantMode.FP8_PER_TENSOR), "cuda", "LBHNC", GroupValues()),
+        (STATES, "cuda", "LBHNC", GroupValues()),
+    ],
+)
+def test_values_for_codecs_with_loss(spec: Any, device: str, order: str, values: GroupValues) -> None:
+    config, cache = Engine(device=device).config, cache_config(FULL, spec)
+    cache.kv_cache_layout = order
+    strict = model_layout(config, cache, "auto")
+    lossy = model_layout(config, cache, "auto", accept_lossy=True)
+    assert strict.layout.values == ()
+    assert lossy.layout.values[1] == values
+    assert lossy.namespace != strict.namespace
+    assert lossy.layout.platform == strict.layout.platform
 
 
 def test_options_that_decide_the_kv_of_images_are_in_the_namespace() -> None:

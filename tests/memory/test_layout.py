@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvtier.errors import LayoutError
-from kvtier.memory.layout import STATE_TOKENS, ChunkLayout, GroupLayout, namespace
+from kvtier.memory.layout import STATE_TOKENS, ChunkLayout, GroupLayout, GroupValues, namespace
 
 MODEL = ChunkLayout(
     chunk_tokens=256,
@@ -18,6 +18,9 @@ MODEL = ChunkLayout(
     ranks=2,
     platform="cpu LBHNC float32",
 )
+
+LOSSY = msgspec.structs.replace(MODEL, values=(GroupValues("float32", 32, 32, 32), GroupValues()))
+"""The same for an engine that accepts loss."""
 
 block_tokens = st.sampled_from([1, 2, 4, 8])
 groups = st.builds(
@@ -179,6 +182,8 @@ def test_blocks_that_a_window_sees_are_stored(tokens: int, window: int, stored: 
         msgspec.structs.replace(MODEL, groups=(MODEL.groups[0], GroupLayout(64, (8192,), window=64))),
         msgspec.structs.replace(MODEL, ranks=1),
         msgspec.structs.replace(MODEL, platform="cpu LBHNC bfloat16"),
+        LOSSY,
+        msgspec.structs.replace(LOSSY, values=(GroupValues(), GroupValues())),
     ],
 )
 def test_any_difference_changes_the_fingerprint(other: ChunkLayout) -> None:
@@ -212,6 +217,8 @@ def test_fingerprint_and_namespace_are_stable() -> None:
         {"groups": (GroupLayout(0, (1,)),)},
         {"groups": (GroupLayout(-16, (1,)),)},
         {"groups": (GroupLayout(16, (1,), shards=(0,)),)},
+        {"values": (GroupValues(),)},
+        {"values": (GroupValues("float32", -1, 1, 1), GroupValues())},
     ],
 )
 def test_invalid_layout_from_another_host_is_refused(fields: dict[str, Any]) -> None:
@@ -224,10 +231,18 @@ def test_invalid_layout_from_another_host_is_refused(fields: dict[str, Any]) -> 
         msgspec.msgpack.decode(encoded, type=ChunkLayout)
 
 
-def test_layout_survives_serialization() -> None:
-    copy = msgspec.msgpack.decode(msgspec.msgpack.encode(MODEL), type=ChunkLayout)
-    assert copy == MODEL
-    assert copy.fingerprint() == MODEL.fingerprint()
+@pytest.mark.parametrize("layout", [MODEL, LOSSY])
+def test_layout_survives_serialization(layout: ChunkLayout) -> None:
+    copy = msgspec.msgpack.decode(msgspec.msgpack.encode(layout), type=ChunkLayout)
+    assert copy == layout
+    assert copy.fingerprint() == layout.fingerprint()
+
+
+def test_layout_of_an_earlier_version_accepts_no_loss() -> None:
+    earlier = msgspec.msgpack.encode(msgspec.structs.astuple(MODEL)[:-1])
+    assert msgspec.msgpack.decode(earlier, type=ChunkLayout) == MODEL
+    differs = {name for name, value in LOSSY.fields().items() if MODEL.fields()[name] != value}
+    assert differs == {"accept_lossy"}
 
 
 def test_chunk_tokens_must_be_a_multiple_of_the_block_size() -> None:

@@ -27,6 +27,7 @@ EXAMPLES: dict[str, tuple[str, str, Any]] = {
     "partial_chunks": ("false", "false", False),
     "save_decode": ("false", "0", False),
     "weights_id": ("step-2", "step-2", "step-2"),
+    "accept_lossy": ("true", "true", True),
     "tiers": (
         "[{name: a, type: cpu, capacity: 1MiB}]",
         '[{"name": "a", "type": "cpu", "capacity": "1MiB"}]',

@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
-from kvtier.memory.header import StoredHeader
+from kvtier.memory.header import IDENTITY, StoredHeader
 from kvtier.tiers.lossless import LosslessCodec
+from kvtier.tiers.lossy import Int8Codec
 from tests.rigs.cache_process import CHUNK, MIB, TIMEOUT_SECONDS, CacheProcess
 from tests.rigs.servers import RedisServer
 from tests.rigs.vllm import models
@@ -62,6 +63,34 @@ def test_from_disk_after_a_restart(
     assert cache.status()["tiers"][1]["error"] is None
 
 
+def test_a_disk_with_loss_serves_both_kinds_of_engines(
+    llama: Path, make_cache: MakeCache, start: StartEngine, oracle: Oracle
+) -> None:
+    """Those that accept loss, and those that do not, neither of which sees a chunk of the other."""
+    cache = make_cache(ssd={"codec": "int8"}).start()
+    cache.settings["accept_lossy"] = True
+    with start(llama, cache) as engine:
+        check_answers(engine, oracle, llama, PROMPTS, 0)
+        cache.wait_until_stored(len(PROMPTS) * WHOLE_CHUNKS)
+    cache.stop()
+    assert _codecs(cache) == {Int8Codec.code}
+    cache.start()
+    cache.settings["accept_lossy"] = False
+    with start(llama, cache) as engine:
+        check_answers(engine, oracle, llama, PROMPTS, 0)
+        both = 2 * len(PROMPTS) * WHOLE_CHUNKS // CHUNK
+        cache.wait_until(lambda status: status["tiers"][1]["chunks"] == both)
+    assert cache.log.read_text().count("loses precision") == 1
+    cache.stop()
+    assert _codecs(cache) == {Int8Codec.code, IDENTITY}
+    cache.start()
+    with start(llama, cache) as engine:
+        check_answers(engine, oracle, llama, PROMPTS, WHOLE_CHUNKS)
+    cache.settings["accept_lossy"] = True
+    with start(llama, cache) as engine:
+        assert [engine.generate(tokens).cached for tokens in PROMPTS] == [WHOLE_CHUNKS] * len(PROMPTS)
+
+
 def test_from_an_encrypted_disk(
     llama: Path, tmp_path: Path, make_cache: MakeCache, start: StartEngine, oracle: Oracle
 ) -> None:
@@ -109,3 +138,9 @@ def test_from_a_pool_that_another_host_has_filled(
 def _used(cache: CacheProcess) -> int:
     used: int = cache.status()["tiers"][1]["used_bytes"]
     return used
+
+
+def _codecs(cache: CacheProcess) -> set[int]:
+    """Return the codecs of all chunks on the disk."""
+    headers = [StoredHeader.parse(file.read_bytes()) for file in cache.disk.rglob("*.kv")]
+    return {header.codec for header in headers}

@@ -7,7 +7,7 @@ namespace kvtier {
 
 // Version of the names, arguments and results that the extensions expose to Python. After changing one, increment it
 // here and in kvtier/native/__init__.py, so that an extension built from other sources is not loaded.
-inline constexpr int abi = 12;
+inline constexpr int abi = 13;
 
 struct BuildInfo {
     std::string compiler;

@@ -9,6 +9,7 @@
 
 #include "kvtier/cpu.hpp"
 #include "planes.hpp"
+#include "reader.hpp"
 
 // Format, little-endian: segments, until the length of the payload is reached. Of each:
 //
@@ -180,27 +181,6 @@ bool encode_segment(Source segment, Planes& planes, Writer& out, const Kernels& 
     return static_cast<std::size_t>(out.at() - begin) < segment.size();
 }
 
-class Reader {
-public:
-    explicit Reader(Source bytes) : left_(bytes) {}
-
-    bool empty() const { return left_.empty(); }
-    Source take(std::size_t count) {
-        if (count > left_.size()) throw std::invalid_argument("the encoded payload ends too early");
-        const Source taken = left_.first(count);
-        left_ = left_.subspan(count);
-        return taken;
-    }
-    std::uint32_t word() {
-        std::uint32_t little;
-        std::memcpy(&little, take(sizeof little).data(), sizeof little);
-        return little;
-    }
-
-private:
-    Source left_;
-};
-
 void decode_segment(Target segment, Planes& planes, Reader& in, const Kernels& kernels) {
     const std::size_t count = segment.size() / 4;
     const Source bits = in.take(planes_count);
@@ -210,7 +190,7 @@ void decode_segment(Target segment, Planes& planes, Reader& in, const Kernels& k
         if (bits[plane] > max_bits) throw std::invalid_argument("a code has more bits than there are");
         tables[plane].bits = bits[plane];
         if (bits[plane] == 0) continue;
-        escapes[plane] = in.word();
+        escapes[plane] = in.value<std::uint32_t>();
         std::ranges::copy(in.take(tables[plane].size()), tables[plane].symbols.begin());
     }
     std::array<const std::uint8_t*, planes_count> bytes{};
@@ -268,7 +248,7 @@ void decode(std::span<const std::uint8_t> source, std::span<std::uint8_t> target
     Planes planes;
     Reader in(source);
     while (!target.empty()) {
-        const std::uint32_t head = in.word();
+        const std::uint32_t head = in.value<std::uint32_t>();
         const std::size_t length = head & ~plain;
         if (length == 0 || length > std::min(segment_bytes, target.size())) {
             throw std::invalid_argument("a segment has another length than it can have");

@@ -88,7 +88,13 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         weights_id = settings.weights_id
         self._identities = Identities.of(vllm_config, weights_id)
         self._model = model_layout(
-            vllm_config, kv_cache_config, settings.chunk_tokens, weights_id, rank, self._identities
+            vllm_config,
+            kv_cache_config,
+            settings.chunk_tokens,
+            weights_id,
+            rank,
+            self._identities,
+            accept_lossy=settings.accept_lossy,
         )
         self._kv_dtype = kv_dtype(kv_cache_config, self._model.group_ids)
         self._reports_part = self._model.parts > 1 or (self._spins and backend not in ("mp", "uni"))

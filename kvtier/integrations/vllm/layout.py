@@ -25,7 +25,7 @@ from kvtier.integrations.vllm.parts import Part, part_of
 from kvtier.integrations.vllm.plain import commit_of, plain
 from kvtier.integrations.vllm.specs import check_prefill, needs, shards_of, specs_of
 from kvtier.logs import printable
-from kvtier.memory.layout import CHUNK_TOKENS, ChunkLayout, GroupLayout, namespace
+from kvtier.memory.layout import CHUNK_TOKENS, ChunkLayout, GroupLayout, GroupValues, namespace
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -34,6 +34,8 @@ if TYPE_CHECKING:
 PATTERN = 0xA5
 """What :func:`probe` writes."""
 MIN_STATE_TOKENS = 64
+MAX_WIDTH = 128
+"""The most values of a head that have a scale in common."""
 MAX_FACT_CHARACTERS = 160
 
 INPUT_OPTIONS = (
@@ -103,11 +105,13 @@ def model_layout(
     weights_id: str = "",
     rank: int = 0,
     identities: Identities = NAMES_ONLY,
+    *,
+    accept_lossy: bool = False,
 ) -> ModelLayout:
     """Return the layout of the chunks of a rank's part. Raises :class:`LayoutError` if it is unsupported.
 
     ``chunk_tokens``: with ``auto``, see :func:`automatic_chunk_tokens`. ``weights_id``: see the setting.
-    ``identities``: of the weights that the engine has started with.
+    ``identities``: of the weights that the engine has started with. ``accept_lossy``: see the setting.
     """
     check_prefill(vllm_config)
     part = part_of(vllm_config, rank)
@@ -138,6 +142,9 @@ def model_layout(
         groups=tuple(groups),
         ranks=len(part.ranks),
         platform=_platform(vllm_config, kv_cache_config, part),
+        values=tuple(_values(vllm_config, kv_cache_config, group) for group in stored)
+        if accept_lossy
+        else (),
     )
     layers = tuple(tuple(group.layer_names) for group in stored)
     name = namespaces(vllm_config, layout, identities)(weights_id)
@@ -222,6 +229,35 @@ def kv_dtype(config: KVCacheConfig, group_ids: Sequence[int]) -> str:
     found = [getattr(spec, "dtypes", ()) or [getattr(spec, "dtype", torch.uint8)] for spec in specs]
     dtypes = {str(dtype).removeprefix("torch.") for dtype in chain.from_iterable(found)}
     return "uint8" if quantized or len(dtypes) > 1 else dtypes.pop()
+
+
+def _values(vllm_config: VllmConfig, config: KVCacheConfig, group: KVCacheGroupSpec) -> GroupValues:
+    """Describe the values of a group to codecs with loss.
+
+    Key and value of a token and head follow each other, and a block has the tokens of each head, or the
+    heads of each token. On CPUs, the order depends on the kernel.
+    """
+    specs = specs_of(group)
+    if needs(group).state or any(getattr(spec, "kv_quant_mode", 0) for spec in specs):
+        return GroupValues()
+    shapes = {
+        (
+            each.dtype,
+            each.block_size,
+            each.num_kv_heads,
+            each.head_size,
+            getattr(each, "head_size_v", each.head_size),
+        )
+        for each in specs
+    }
+    dtypes = {str(dtype).removeprefix("torch.") for dtype, *_ in shapes}
+    if len(shapes) > 1 or vllm_config.device_config.device_type == "cpu":
+        return GroupValues(dtypes.pop() if len(dtypes) == 1 else "")
+    [(_, tokens, heads, key, value)] = shapes
+    row = (key + value) * (heads if str(config.kv_cache_layout).endswith("NHC") else 1)
+    common = math.gcd(key, value)
+    width = max(size for size in range(1, MAX_WIDTH + 1) if not common % size)
+    return GroupValues(dtypes.pop(), tokens, row, width)
 
 
 def _platform(vllm_config: VllmConfig, config: KVCacheConfig, part: Part) -> str:
