@@ -17,7 +17,7 @@ from kvtier.memory.header import HEADER_BYTES, ChunkHeader, StoredHeader, object
 from kvtier.memory.layout import STATE_TOKENS, ChunkLayout, GroupLayout, GroupValues
 from kvtier.testing.backend import make_key
 from kvtier.testing.codec import CodecConformance
-from kvtier.tiers.codec import CodecSettings
+from kvtier.tiers.codec import CodecSettings, IdentityCodec
 from kvtier.tiers.encoded_seal import Codecs, Encoder, Layouts
 from kvtier.tiers.lossy import Fp8Codec, Int4Codec, Int8Codec, LossyCodec
 
@@ -214,3 +214,28 @@ def test_only_chunks_of_engines_that_accept_loss_are_encoded(caplog: pytest.LogC
                 assert StoredHeader.parse(stored).codec == Int8Codec.code
     [line] = [record.message for record in caplog.records]
     assert "`accept_lossy: true`" in line
+
+
+@pytest.mark.parametrize("encrypts", [False, True])
+def test_stored_chunks_are_decoded_before_an_engine_connects(encrypts: bool) -> None:
+    """And by a tier with another codec; also if they are encrypted."""
+    keys = None
+    if encrypts:
+        keys = pytest.importorskip("kvtier.tiers.encryption").Keys({1: bytes(32)})
+    layouts, codec = Layouts(), Int8Codec(CodecSettings(type="int8"))
+    layouts.add(b"a" * 32, layout_of("bfloat16"))
+    writer = Encoder(Codecs(codec, {}), layouts, checksum=True, keys=keys)
+    other = IdentityCodec(CodecSettings(type="identity"))
+    reader = Encoder(Codecs(other, {codec.code: codec}), Layouts(), checksum=True, keys=keys)
+    for header, view in objects(layout_of("bfloat16"), b"a" * 32):
+        room = memoryview(bytearray(writer.max_bytes(header)))
+        stored = writer.encode(header, view, room, keys.mark_of("") if keys else b"")
+        assert stored is not None
+        assert len(stored) < len(view) / 1.6
+        result = memoryview(bytearray(len(view)))
+        reader.decode(header.key, stored, result, hashed=False)
+        before, after = (
+            unpacked(bytes(each[HEADER_BYTES : HEADER_BYTES + header.payload_bytes]), "bfloat16")
+            for each in (view, result)
+        )
+        check_near(Int8Codec, before, after, "bfloat16")
