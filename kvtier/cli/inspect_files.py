@@ -168,7 +168,11 @@ async def verify(
 async def claimed_chunks(folder: Path) -> list[ChunkFile]:
     """Return the chunks of a folder that is not in use. Removes leftovers of interrupted writes."""
     async with _claimed(folder) as claimed:
-        return [file async for paths in claimed.scan.objects() for file in await _status_of_all(paths)]
+        found = [file async for paths in claimed.scan.objects() for file in await _status_of_all(paths)]
+    # Those found are below a descriptor, which is closed now.
+    return [
+        file._replace(path=object_path(folder, ChunkKey(bytes.fromhex(file.path.stem)))) for file in found
+    ]
 
 
 async def rekey(

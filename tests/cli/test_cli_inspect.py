@@ -12,6 +12,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import anyio
 import pytest
 
 from kvtier.backends.disk.backend import object_path
@@ -270,6 +271,12 @@ def test_purge_removes_only_chunks_and_temporary_files(kvtier: Kvtier, folder: P
     result = kvtier("inspect", "purge", folder, "--yes")
     assert (result.status, result.output) == (0, "3 chunks removed, 24KiB freed.\n")
     assert sorted(path.name for path in folder.iterdir()) == [".lock", "notes.txt"]
+
+
+def test_purge_knows_its_files_by_their_folder(folder: Path) -> None:
+    """Not below a descriptor, which may be another folder's by then."""
+    found = anyio.run(inspect_files.claimed_chunks, folder)
+    assert sorted(file.path for file in found) == sorted(chunks(folder))
 
 
 def test_purge_asks_for_confirmation(kvtier: Kvtier, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
