@@ -24,7 +24,7 @@ from typing import Literal, NamedTuple
 
 from kvtier import native
 from kvtier.concurrency.placement import list_format, memory_placement
-from kvtier.errors import ArenaError
+from kvtier.errors import ArenaError, TierError
 from kvtier.integrations.versions import RANGE, REQUIREMENT, support
 from kvtier.memory.arena import HUGE_PAGE_BYTES, MIN_PREPARED_BYTES, Arena, has_strict_overcommit
 from kvtier.memory.host import (
@@ -40,6 +40,7 @@ from kvtier.memory.host import (
 from kvtier.plugins import BUILT_IN, Plugins, is_memory, load_all
 from kvtier.settings import SOCKET_PATH_BYTES, LocalTierSettings, Settings, TierSettings
 from kvtier.settings.lmcache import COMMAND, lmcache_variables
+from kvtier.tiers.encoded_seal import keys_of
 from kvtier.units import format_size
 
 SMALL_SHM_BYTES = 1 << 30
@@ -129,6 +130,7 @@ def check_machine(requirements: Requirements) -> Iterator[Check]:
         if (path := folder_of(tier)) is not None:
             yield check_direct_io(f"tier {tier.name}", path)
     yield from check_disk_room(tiers)
+    yield from check_keys(requirements.tiers)
     yield check_gpu()
     yield check_vllm(version)
     if command is not None:
@@ -433,6 +435,19 @@ def check_disk_room(tiers: Sequence[LocalTierSettings]) -> Iterator[Check]:
         return
     for room in found:
         yield Check(f"room for {room.tiers}", "warn" if room.remedy else "ok", str(room), room.remedy)
+
+
+def check_keys(tiers: Sequence[TierSettings]) -> Iterator[Check]:
+    """Check that the key file of each encrypted tier can be used."""
+    for tier in tiers:
+        if tier.encrypt is not None:
+            name = f"keys of tier {tier.name}"
+            try:
+                keys_of(tier)
+            except TierError as error:
+                yield Check(name, "fail", error.found, error.remedy)
+            else:
+                yield Check(name, "ok", str(tier.encrypt.key_file))
 
 
 def _bytes_of(file: Path) -> int:

@@ -110,6 +110,9 @@ def rekey(
 ) -> None:
     """Encrypt the chunks again that are not encrypted with the first key of the file.
 
+    Each line of the file has the number of a key and 64 hexadecimal digits: a new key comes first, and the
+    old ones stay below it until this has ended.
+
     Decrypts all, also those with the first key, to see whether the keys are theirs. Refused while a cache
     process uses the folder. If interrupted, run it again. Exit status 1 if some could not be read.
     """
@@ -125,8 +128,12 @@ def rekey(
 
         found = anyio.run(partial(inspect_files.rekey, folder, key_file, show, plain=plain))
     _print_failures("unchanged", found.failed)
+    if not found.chunks:
+        output().print(f"{escape(str(folder))} holds no chunks: is it the `path` of the tier?")
+        raise typer.Exit(1)
     output().print(
-        f"{found.chunks} chunks, {found.changed} encrypted with the first key of {escape(str(key_file))}."
+        f"{found.chunks} chunks: {found.changed} encrypted again, {found.current} had the first key of "
+        f"{escape(str(key_file))} (number {found.first_key}) already."
     )
     if found.plain:
         output().print(f"{found.plain} are not encrypted, and left so: see --plain.")

@@ -107,8 +107,12 @@ class Rekeyed(NamedTuple):
 
     chunks: int
     changed: int
+    current: int
+    """Encrypted with the first key before."""
     plain: int
     """Not encrypted, and left as they are."""
+    first_key: int
+    """The number of the first key."""
     failed: Failures
 
 
@@ -210,7 +214,7 @@ async def rekey(
             await claimed.scan.check()
         except IncompleteScan as error:
             failed.add(folder, error)
-    return Rekeyed(counts["all"], counts["changed"], counts["plain"], failed)
+    return Rekeyed(counts["all"], counts["changed"], counts["current"], counts["plain"], keys.current, failed)
 
 
 def _rekey_one(

@@ -140,7 +140,7 @@ def simulate(
     from kvtier.lab.simulation.report import json_of, save_plot
     from kvtier.lab.simulation.trace import Trace
     from kvtier.observability.whatif.simulated_cache import configured
-    from kvtier.plugins import Plugins
+    from kvtier.plugins import IDENTITY, Plugins
     from kvtier.settings import load_settings
 
     check_outputs(json_file, plot)
@@ -168,6 +168,10 @@ def simulate(
             if unknown := sorted(numbers.keys() - set(names)):
                 reason = f"there is no tier {unknown[0]!r}: use one of {', '.join(names)}"
                 raise typer.BadParameter(reason, param_hint=option)
+        for tier in caches[0].settings:
+            if tier.name in ratios and tier.codec["type"] == IDENTITY:
+                reason = f"tier {tier.name} has no codec: set one in {config or 'a file for --config'}"
+                raise typer.BadParameter(reason, param_hint="--ratio")
         if bench is not None and not speeds.keys() & set(names):
             reason = f"{bench} has no results of a tier {', '.join(names)}"
             raise typer.BadParameter(reason, param_hint="--bench")
@@ -220,7 +224,7 @@ def _numbers(given: Sequence[str], option: str, form: str) -> dict[str, float]:
         except ValueError:
             numbers[name] = math.nan
         if not name or not 0 < numbers[name] < math.inf:
-            raise typer.BadParameter(f"{text!r} is not {form}", param_hint=option)
+            raise typer.BadParameter(f"{text!r} is not {form}, above 0", param_hint=option)
     return numbers
 
 

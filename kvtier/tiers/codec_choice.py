@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable
+from statistics import median
 from typing import NamedTuple
 
 from kvtier.tiers.batches import BATCH_BYTES
@@ -68,10 +69,11 @@ class CodecChoice:
         medium = self.reads.seconds_per_unit(self._amount) or self.writes.seconds_per_unit(self._amount)
         if medium is None or not self._trials:
             return None
-        chunk_bytes = sum(trial.chunk_bytes for trial in self._trials)
-        stored_bytes = sum(trial.stored_bytes for trial in self._trials)
-        decoding = sum(trial.seconds for trial in self._trials)
-        return medium * chunk_bytes / (medium * stored_bytes + decoding)
+        # The middle one: on a busy machine, a thread may have waited during one of them.
+        return median(
+            medium * trial.chunk_bytes / (medium * trial.stored_bytes + trial.seconds)
+            for trial in self._trials
+        )
 
     @property
     def encodes(self) -> bool:

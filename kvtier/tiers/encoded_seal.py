@@ -78,7 +78,9 @@ class Codecs(NamedTuple):
 
 def keys_of(tier: TierSettings) -> Keys | None:
     """Return the keys of a tier; ``None`` if it is not encrypted. Raises :class:`TierError`."""
-    return None if tier.encrypt is None else load_keys(tier.encrypt.key_file, f"tier {tier.name!r}: encrypt")
+    if tier.encrypt is None:
+        return None
+    return load_keys(tier.encrypt.key_file, f"tier {tier.name!r}: encrypt.key_file")
 
 
 def load_keys(path: Path, place: str) -> Keys:

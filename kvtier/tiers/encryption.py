@@ -55,7 +55,8 @@ class Keys:
                 status = os.fstat(file.fileno())
                 lines = file.read(MAX_FILE_BYTES).splitlines()
         except (OSError, UnicodeDecodeError) as error:
-            raise TierError(f"{place}: cannot read the key file {path} ({error})", _HOW) from None
+            how = _HOW if isinstance(error, FileNotFoundError) else "let `key_file` name a file of keys"
+            raise TierError(f"{place}: cannot read the key file {path} ({error})", how) from None
         if status.st_uid not in (0, user := os.geteuid()):
             raise TierError(
                 f"{place}: user {status.st_uid} owns the key file {path}, and could change it",
@@ -69,11 +70,16 @@ class Keys:
             if not line.strip() or line.lstrip().startswith("#"):
                 continue
             found = _LINE.fullmatch(line.strip())
-            if found is None or not 1 <= int(found[1]) <= MAX_KEY_NUMBER or int(found[1]) in keys:
+            if found is None or not 1 <= int(found[1]) <= MAX_KEY_NUMBER:
                 raise TierError(
-                    f"{place}: line {number} of {path} is not a number of its own, from 1 to "
-                    f"{MAX_KEY_NUMBER}, and a key of 64 hexadecimal digits",
-                    _HOW,
+                    f"{place}: line {number} of {path} is not a number from 1 to {MAX_KEY_NUMBER} and a key "
+                    "of 64 hexadecimal digits",
+                    "correct it; `openssl rand -hex 32` prints a new key",
+                )
+            if int(found[1]) in keys:
+                raise TierError(
+                    f"{place}: line {number} of {path} has the number {found[1]} of a line above",
+                    "give one of the keys another number: the one that has encrypted nothing yet",
                 )
             keys[int(found[1])] = bytes.fromhex(found[2])
         if not 1 <= len(keys) <= MAX_KEYS:

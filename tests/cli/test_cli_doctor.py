@@ -21,6 +21,7 @@ from kvtier.cli import checks
 from kvtier.cli.checks import Check
 from kvtier.memory import arena, host
 from kvtier.settings.lmcache import COMMAND
+from kvtier.settings.model import EncryptSettings
 
 from .conftest import Kvtier, store
 
@@ -412,3 +413,19 @@ def test_warning_does_not_fail(kvtier: Kvtier, monkeypatch: pytest.MonkeyPatch) 
     assert result.status == 0
     assert "WARN" in result.output
     assert "pip install 'kvtier[vllm]'" in result.output
+
+
+def test_key_files_are_read(tmp_path: Path) -> None:
+    """vLLM's log names doctor when the cache process does not start for want of them."""
+    keys = tmp_path / "keys"
+    encrypted = disk(tmp_path / "disk").model_copy(update={"encrypt": EncryptSettings(key_file=keys)})
+    [check] = checks.check_keys([encrypted])
+    assert (check.status, check.name) == ("fail", "keys of tier ssd")
+    assert "make one with" in check.remedy
+    keys.write_text(f"1 {'ab' * 32}")
+    keys.chmod(0o644)
+    [check] = checks.check_keys([encrypted])
+    assert (check.status, check.remedy) == ("fail", f"chmod 600 {keys}")
+    keys.chmod(0o600)
+    [check] = checks.check_keys([encrypted])
+    assert (check.status, check.found) == ("ok", str(keys))

@@ -273,6 +273,14 @@ def test_purge_removes_only_chunks_and_temporary_files(kvtier: Kvtier, folder: P
     assert sorted(path.name for path in folder.iterdir()) == [".lock", "notes.txt"]
 
 
+def test_rekey_of_a_folder_without_chunks(kvtier: Kvtier, tmp_path: Path, key_file: Path) -> None:
+    """Another folder than that of the tier must not look like success."""
+    (tmp_path / "other").mkdir()
+    result = kvtier("inspect", "rekey", tmp_path / "other", "--key-file", key_file)
+    assert result.status == 1
+    assert "holds no chunks" in result.output
+
+
 def test_purge_knows_its_files_by_their_folder(folder: Path) -> None:
     """Not below a descriptor, which may be another folder's by then."""
     found = anyio.run(inspect_files.claimed_chunks, folder)
@@ -367,7 +375,7 @@ def rekey(kvtier: Kvtier, folder: Path, key_file: Path) -> Rekey:
 @pytest.fixture
 def encrypted(rekey: Rekey, folder: Path) -> list[Path]:
     """The files of the chunks, which are encrypted."""
-    assert "3 chunks, 3 encrypted" in rekey("--plain").output
+    assert "3 chunks: 3 encrypted again" in rekey("--plain").output
     return chunks(folder)
 
 
@@ -375,11 +383,11 @@ def test_rekey(kvtier: Kvtier, rekey: Rekey, folder: Path, key_file: Path) -> No
     """First what was not encrypted, then with a new key: each time the payload and the time of use remain."""
     before = {file.stem: file.read_bytes()[HEADER_BYTES : HEADER_BYTES + 5000] for file in chunks(folder)}
     used = [file.stat().st_mtime_ns for file in chunks(folder)]
-    assert "3 chunks, 3 encrypted" in rekey("--plain").output
+    assert "3 chunks: 3 encrypted again" in rekey("--plain").output
     assert payloads(folder, Keys.load(key_file, "here")) == before
-    assert "3 chunks, 0 encrypted" in rekey().output
+    assert "3 chunks: 0 encrypted again" in rekey().output
     key_file.write_text(f"2 {'cd' * 32}\n{key_file.read_text()}")
-    assert "3 chunks, 3 encrypted" in rekey().output
+    assert "3 chunks: 3 encrypted again" in rekey().output
     key_file.write_text(f"2 {'cd' * 32}")
     assert payloads(folder, Keys.load(key_file, "here")) == before
     assert [file.stat().st_mtime_ns for file in chunks(folder)] == used
@@ -402,7 +410,7 @@ def test_rekey_keeps_tenants_apart(rekey: Rekey, folder: Path, key_file: Path) -
         file.write_bytes(content)
     before = payloads(folder, keys)
     key_file.write_text(f"2 {'cd' * 32}\n{key_file.read_text()}")
-    assert "3 chunks, 3 encrypted" in rekey().output
+    assert "3 chunks: 3 encrypted again" in rekey().output
     assert payloads(folder, Keys({2: bytes.fromhex("cd" * 32)})) == before
     found = [StoredHeader.parse(file.read_bytes()) for file in chunks(folder)]
     assert {
@@ -419,11 +427,11 @@ def test_rekey_leaves_what_is_not_encrypted(
     key_file.write_text(f"2 {'cd' * 32}\n{key_file.read_text()}")
     result = rekey()
     assert result.status == 0
-    assert "4 chunks, 3 encrypted" in result.output
+    assert "4 chunks: 3 encrypted again" in result.output
     assert "1 are not encrypted, and left so: see --plain." in result.output
     assert planted.read_bytes() == before
     result = rekey("--plain")
-    assert "4 chunks, 1 encrypted" in result.output
+    assert "4 chunks: 1 encrypted again" in result.output
     assert "--plain" not in result.output
 
 
@@ -449,7 +457,7 @@ def test_rekey_with_another_key_of_the_same_number(
     assert result.status == 1
     for file in encrypted:
         assert f"unchanged {file}: was not encrypted with key 1 of the key file" in result.output
-    assert "3 chunks, 0 encrypted" in result.output
+    assert "3 chunks: 0 encrypted again" in result.output
     assert [file.read_bytes() for file in encrypted] == before
 
 
@@ -478,7 +486,7 @@ def test_rekey_names_what_it_cannot_list(
     monkeypatch.setattr(os, "scandir", scandir)
     result = rekey()
     assert result.status == 1
-    assert "3 chunks, 3 encrypted" in result.output
+    assert "3 chunks: 3 encrypted again" in result.output
     assert f"1 folders and 0 files in {folder} cannot be read" in result.output
     assert f"such as {lost} (Input/output error)" in result.output
 
@@ -540,7 +548,7 @@ def test_rekey_reads_several_at_once(rekey: Rekey, folder: Path, monkeypatch: py
         return real(*arguments, **named)
 
     monkeypatch.setattr(inspect_files, "_rekey_one", wait)
-    assert "4 chunks, 0 encrypted" in rekey().output
+    assert "4 chunks: 0 encrypted again" in rekey().output
 
 
 @pytest.mark.usefixtures("encrypted")
@@ -591,7 +599,7 @@ def test_rekey_that_is_killed(rekey: Rekey, folder: Path, key_file: Path) -> Non
         assert subprocess.run(command, timeout=TIMEOUT_SECONDS).returncode == -signal.SIGKILL
     encrypted = [StoredHeader.parse(file.read_bytes()).encryption is not None for file in chunks(folder)]
     assert encrypted.count(True) == 2
-    assert "3 chunks, 1 encrypted" in rekey("--plain").output
+    assert "3 chunks: 1 encrypted again" in rekey("--plain").output
     assert payloads(folder, Keys.load(key_file, "here")) == before
 
 

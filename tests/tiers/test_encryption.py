@@ -305,7 +305,7 @@ KEY = "0123456789abcdef" * 4
         (f"1 {KEY[:-2]}", "line 1 of .* is not a number"),
         (f"0 {KEY}", "line 1 of .* is not a number"),
         (f"65536 {KEY}", "line 1 of .* is not a number"),
-        (f"1 {KEY}\n# old\n1 {KEY}", "line 3 of .* is not a number of its own"),
+        (f"1 {KEY}\n# old\n1 {KEY}", "line 3 of .* has the number 1 of a line above: give one"),
     ],
 )
 def test_key_files_that_are_none(tmp_path: Path, content: str, message: str) -> None:

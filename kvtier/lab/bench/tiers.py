@@ -22,7 +22,7 @@ from kvtier.lab.bench.sides import BackendSide, BenchFailed, Chunk, Side, Stuck,
 from kvtier.lab.bench.turns import Advance, Turns, closing
 from kvtier.memory.arena import Arena
 from kvtier.memory.keys import ChunkKey
-from kvtier.plugins import can_be_encoded, is_memory
+from kvtier.plugins import IDENTITY, can_be_encoded, is_memory
 from kvtier.settings import TierSettings
 from kvtier.tiers.seal import Seal
 from kvtier.tiers.sealer import Sealer
@@ -88,7 +88,9 @@ async def measure_tier(
     row = turns.row(tier.name, tier.type, LOOKUP_KEYS / statistics.median(lookups), remark)
     if seal is None or row.get is None or not can_be_encoded(type(backend)):
         return row
-    return replace(row, remark="; ".join(filter(None, (remark, remark_on(row.get)))))
+    without = tier.codec["type"] != IDENTITY or tier.encrypt is not None
+    remarks = remark, "measured without codec and encryption" if without else "", remark_on(row.get)
+    return replace(row, remark="; ".join(filter(None, remarks)))
 
 
 @asynccontextmanager

@@ -119,6 +119,8 @@ def test_plot_without_matplotlib_names_what_to_install(
         (["--speed", "ram=0"], "is not NAME=GB/s"),
         (["--speed", "disk=3"], "there is no tier 'disk': use one of ram"),
         (["--ratio", "ram=x"], "is not NAME=N"),
+        (["--ratio", "ram=0"], "above 0"),
+        (["--ratio", "ram=2"], "tier ram has no codec"),
         (["--ratio", "disk=3"], "there is no tier 'disk': use one of ram"),
         (["--bench", "absent.json"], "kvtier bench --output"),
         (["--chunk-tokens", "100"], "use a multiple of 512"),
