@@ -56,7 +56,7 @@ class Evict(Event):
 
 
 class Encode(Event):
-    """Encode chunks that a tier holds as they are, while nobody waits for it."""
+    """Encode chunks that a tier holds as they are, while the machine is idle."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

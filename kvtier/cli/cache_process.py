@@ -114,7 +114,10 @@ def _tiers(tiers: list[Report]) -> Table:
 def _encoding(tier: Report) -> str:
     """Return how a tier stores chunks, if not as they are: `` (lossless 1.41, encrypted)``."""
     notes = [f"{tier['codec']} {tier['ratio']:.2f}"] if tier.get("codec", "identity") != "identity" else []
-    notes += ["now as they are"] if tier.get("encodes") is False else []
+    if "encodes" in tier:
+        gain = tier["codec_gain"]
+        reads = "" if gain is None else f" as reads are {gain:.2f} times as fast"
+        notes.append(f"{'encoding' if tier['encodes'] else 'not encoding'} now{reads}")
     notes += ["encrypted"] if tier.get("encrypted") else []
     return f" ({escape(', '.join(notes))})" if notes else ""
 

@@ -107,7 +107,7 @@ class Encoder:
         self._checksum = checksum
         self._kept: list[memoryview] = []
         self._warn = RateLimitedLog(logger)
-        self._told = False
+        self._warned_of_loss = False
 
     @property
     def encodes(self) -> bool:
@@ -172,8 +172,8 @@ class Encoder:
             return None
         layout, payload = self._layouts.get(header.namespace), _payload(chunk, header.payload_bytes)
         if self._codec.lossy and (layout is None or not layout.accepts_loss):
-            if layout is not None and not self._told:
-                self._told = True
+            if layout is not None and not self._warned_of_loss:
+                self._warned_of_loss = True
                 logger.warning(
                     "%s loses precision: chunks of engines without `accept_lossy: true` stay as they are",
                     type(self._codec).__name__,

@@ -677,6 +677,14 @@ def test_verify_keeps_what_has_an_unknown_key(
         ({}, ""),
         ({"codec": "lossless", "ratio": 1.414}, " (lossless 1.41)"),
         ({"codec": "identity", "ratio": 1.0, "encrypted": True}, " (encrypted)"),
+        (
+            {"codec": "auto", "ratio": 1.08, "encodes": False, "codec_gain": 0.69},
+            " (auto 1.08, not encoding now as reads are 0.69 times as fast)",
+        ),
+        (
+            {"codec": "auto", "ratio": 1.0, "encodes": True, "codec_gain": None},
+            " (auto 1.00, encoding now)",
+        ),
         ({"codec": "lossless", "ratio": 1.414, "encrypted": True}, " (lossless 1.41, encrypted)"),
     ],
 )
