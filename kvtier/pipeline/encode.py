@@ -72,8 +72,8 @@ class EncodeStage:
             count = batch_size((self._hierarchy.length(key) for key in keys), BATCH_BYTES)
             batch, keys = keys[:count], keys[count:]
             began = time.monotonic()
-            chunks = await self._reader.lease(Encode(keys=batch), tier.index, batch)
-            await tier.encode_stored(chunks, partial(self._settle, tier))
+            if chunks := await self._reader.lease(Encode(keys=batch), tier.index, batch):
+                await tier.encode_stored(chunks, partial(self._settle, tier))
             await anyio.sleep((time.monotonic() - began) * (1 / SHARE - 1))
 
     def _is_plain(self, tier: Tier, key: ChunkKey) -> bool:
