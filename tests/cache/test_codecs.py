@@ -170,16 +170,18 @@ async def test_chunk_that_is_cleared_while_it_is_encoded(
         await store(cache, prompt(TOKENS))
     async with TieredCache.open(with_codec(settings, "lossless")) as cache:
         [tier] = cache.lower
-        encode_stored, cleared = tier.seal.encode_stored, anyio.Event()
+        encode_stored, written = tier.seal.encode_stored, anyio.Event()
 
         async def slowly(items):
             await cache.clear()
-            cleared.set()
-            return await encode_stored(items)
+            outcomes = await encode_stored(items)
+            assert sizes(tmp_path / "ssd"), "it was written after it was cleared"
+            written.set()
+            return outcomes
 
         monkeypatch.setattr(tier.seal, "encode_stored", slowly)
         with anyio.fail_after(30):
-            await cleared.wait()
+            await written.wait()
         await until(lambda: not sizes(tmp_path / "ssd"))
         assert cache.catalog.used(1) == 0
         assert await check(cache, prompt(TOKENS)) == 0
