@@ -19,8 +19,9 @@ from tests.rigs.scripted_server import ScriptedCache
 from tests.rigs.stepping import BLOCK_TOKENS, CHUNK_TOKENS, Request, make_request
 from tests.rigs.waiting import wait_until
 
-CHUNKS, REST = 4, 5
-PROMPT = CHUNKS * CHUNK_TOKENS + REST
+CHUNKS = 4
+PROMPT = CHUNKS * CHUNK_TOKENS + BLOCK_TOKENS + 5
+"""What follows its last whole block is not stored."""
 KEY = b"k" * 32
 ANSWER = (11, 12, 13, 14)
 
@@ -138,8 +139,8 @@ def test_some_requests_report_no_end(engine: Engine, cache: ScriptedCache, hint:
 
 @pytest.mark.parametrize(
     ("answer", "stored"),
-    [(3, 0), (20, 1), (CHUNK_TOKENS, 1), (CHUNK_TOKENS + 20, 2)],
-    ids=["less than a block", "a block", "a chunk", "a chunk and a block"],
+    [(3, 0), (BLOCK_TOKENS, 1), (CHUNK_TOKENS, 2), (CHUNK_TOKENS + BLOCK_TOKENS, 2)],
+    ids=["less than a block", "a block", "two blocks", "three blocks"],
 )
 def test_end_is_that_of_what_is_stored(
     engine: Engine, cache: ScriptedCache, answer: int, stored: int
@@ -170,7 +171,7 @@ def test_chunks_are_offered_again_and_stored_in_small_parts(
     engine.step()
     reserve = cache.receive(Reserve)
     [run] = reserve.runs
-    assert (run.keys, run.last_tokens, len(run.block_hashes) > 0) == (join_keys(keys), REST, True)
+    assert (run.keys, run.last_tokens, len(run.block_hashes) > 0) == (join_keys(keys), BLOCK_TOKENS, True)
     engine.saves.clear()
     engine.counts()
     # The second chunk is held.
@@ -183,7 +184,7 @@ def test_chunks_are_offered_again_and_stored_in_small_parts(
     assert not engine.freed
     engine.step()
     assert engine.saved() == [11, 13, 14, 15]
-    assert [chunk.tokens for chunk in engine.saves[-2].chunks] == [CHUNK_TOKENS, REST]
+    assert [chunk.tokens for chunk in engine.saves[-2].chunks] == [CHUNK_TOKENS, BLOCK_TOKENS]
     assert engine.saves[-1].last
     assert engine.freed == {request.request_id}
     assert engine.counts() == {"stored_again_chunks": 4}

@@ -132,6 +132,21 @@ def test_tail_is_stored_only_if_its_kv_needs_no_later_token() -> None:
     assert state.tail_key(len(TOKENS)) is None
 
 
+def tail_of(tokens: list[int], lookahead: int) -> bytes | None:
+    """Return the key of the tail that ends one block after the second chunk."""
+    source = request(all_token_ids=tokens)
+    return RequestState(source, request_root(NAMESPACE, source), CHUNK, lookahead).tail_key(2 * CHUNK + 16)
+
+
+def test_tail_within_a_prompt_depends_on_the_tokens_after_it() -> None:
+    """vLLM computes none of its tokens again."""
+    for lookahead in range(3):
+        for after in range(4):
+            other = list(TOKENS)
+            other[2 * CHUNK + 16 + after] += 1
+            assert (tail_of(other, lookahead) == tail_of(TOKENS, lookahead)) == (after >= lookahead)
+
+
 OWNERS = {"lookup": "lookups", "saving": "saves", "early": "early", "transfer": "prompt_transfers"}
 """The parts of a request's state, and the only module that changes each."""
 

@@ -33,7 +33,7 @@ from kvtier.integrations.vllm import early, lookups, saves
 from kvtier.integrations.vllm import scheduler as scheduler_module
 from kvtier.integrations.vllm.early import MAX_EARLY_STATES
 from kvtier.integrations.vllm.loading import LOST
-from kvtier.memory.keys import BLOCK_HASH_BYTES, block_hashes, split_keys, state_key
+from kvtier.memory.keys import BLOCK_HASH_BYTES, KEY_BYTES, block_hashes, split_keys, state_key
 from kvtier.memory.layout import ChunkLayout, GroupLayout
 from kvtier.rpc import client
 from kvtier.rpc.client import MIN_POLL_INTERVAL_SECONDS, UnixConnection
@@ -302,7 +302,45 @@ def test_chunk_waits_for_the_tokens_that_its_drafts_read_ahead(
 def test_lookup_covers_chunks_with_known_lookahead(engine: Engine) -> None:
     engine.replace_scheduler(lookahead=1)
     assert engine.ask(make_request(4 * CHUNK_TOKENS)).tokens == 3 * CHUNK_TOKENS
-    assert engine.ask(make_request(4 * CHUNK_TOKENS + 1)).tokens == 4 * CHUNK_TOKENS + 1
+    assert engine.ask(make_request(4 * CHUNK_TOKENS + 1)).tokens == 4 * CHUNK_TOKENS
+
+
+@pytest.mark.parametrize("lookahead", [0, 1, 2])
+def test_prompt_is_stored_and_hit_up_to_its_last_whole_block(
+    engine: Engine, cache: ScriptedCache, lookahead: int
+) -> None:
+    """What follows would take the room of a block, and the next turn of a chat cannot begin there."""
+    engine.replace_scheduler(lookahead=lookahead)
+    prompt = 4 * CHUNK_TOKENS + BLOCK_TOKENS + 5
+    first = make_request(prompt + lookahead, num_prompt_tokens=prompt)
+    again = make_request(prompt, all_token_ids=first.all_token_ids[:prompt])
+    know(first, prompt)
+    look_up = engine.start(first)
+    engine.step(prompt)
+    reserve = cache.receive(Reserve)
+    runs = list(reserve.runs)
+    if lookahead:  # The KV of the tail is final once so many tokens of the answer are known.
+        engine.grant(reserve)
+        know(first, prompt + lookahead)
+        engine.step(lookahead)
+        runs += cache.receive(Reserve).runs
+    assert b"".join(run.keys for run in runs) == look_up.keys
+    assert runs[-1].last_tokens == BLOCK_TOKENS
+
+    look_up = engine.ask(again)
+    assert (len(look_up.keys), look_up.tokens) == (5 * KEY_BYTES, 4 * CHUNK_TOKENS + BLOCK_TOKENS)
+    assert look_up.keys == b"".join(run.keys for run in runs)
+    engine.answer(look_up, 11, 12, 13, 14, 15)
+    engine.wait_for_hit(again, look_up.tokens)
+
+
+def test_prompt_that_ends_within_a_block_of_its_last_chunk_has_no_tail(
+    engine: Engine, cache: ScriptedCache
+) -> None:
+    prompt = make_request(4 * CHUNK_TOKENS + BLOCK_TOKENS - 1)
+    assert engine.start(prompt).tokens == 4 * CHUNK_TOKENS
+    engine.step(prompt.num_tokens)
+    assert chunk_counts(cache.receive(Reserve)) == [4]
 
 
 def test_late_answer_is_used_while_the_request_holds_its_blocks(engine: Engine, cache: ScriptedCache) -> None:

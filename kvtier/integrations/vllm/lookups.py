@@ -65,7 +65,7 @@ def hit_of(lookup: LookupState, state: RequestState, layout: ChunkLayout) -> Hit
     if not last_tokens:
         # With states, the last lease is that of the state.
         chunks = max(0, chunks - layout.has_states)
-        return Hit(min(chunks * chunk, tokens), chunks)
+        return Hit(min(chunks * chunk, state.lookup.covered), chunks)
     start = (chunks - 1) * chunk
     equal = 0 if start >= tokens else _equal(lookup, state, start)
     if state.lookahead:  # The KV of the last of these blocks depends on tokens after it.
@@ -200,12 +200,12 @@ class Lookups:
         # A state cannot step back to compute the last token again.
         keys = list(state.extend(request.num_tokens - self._layout.has_states))
         covered = len(keys) * self._layout.chunk_tokens
-        wants_tail = self._partial_chunks or self._kv_transfers.wants_tail(state)
-        if wants_tail and not self._layout.has_states and request.num_tokens == request.num_prompt_tokens:
-            tail = state.tail_key(request.num_tokens)
-            if tail is not None:
+        if not self._layout.has_states and request.num_tokens == request.num_prompt_tokens:
+            end = self._tail_end(state)
+            if (tail := state.tail_key(end)) is not None:
                 keys.append(tail)
-                covered = request.num_tokens
+                covered = end
+        state.lookup.covered = covered
         expected = self._kv_transfers.expected(state, keys)
         query = Query(
             keys,
@@ -222,6 +222,13 @@ class Lookups:
             changes = {"compute_seconds": 0.0, "repeated": True, "canary": canary.tier}
             return msgspec.structs.replace(query, **changes), None
         return query, described(state, show_text=welcome is not None and welcome.show_text)
+
+    def _tail_end(self, state: RequestState) -> int:
+        """Return where a partial chunk of the prompt ends: at its last whole block, but for a transfer."""
+        tokens = int(state.request.num_tokens)
+        if self._kv_transfers.wants_tail(state):
+            return tokens
+        return tokens - tokens % self._layout.granularity if self._partial_chunks else 0
 
     def awaits_connection(self, state: RequestState) -> bool:
         """Return whether a request waits, since the cache process was restarted and is being connected."""
@@ -288,7 +295,7 @@ class Lookups:
             if lookup is None or not lookup.final or now < progress.asked_at + RENEW_SECONDS:
                 continue
             expects = hints.expect is not None or hints.canary is not None or progress.renewal is not None
-            if not expects and hit_of(lookup, state, self._layout).tokens < state.request.num_tokens - 1:
+            if not expects and hit_of(lookup, state, self._layout).tokens < progress.covered - 1:
                 progress.renewal = self._bridge.look_up(*self._query(state), renews=progress.asked)
                 progress.asked_at = now
 

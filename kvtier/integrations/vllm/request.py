@@ -63,6 +63,8 @@ class LookupProgress:
     """Ticket of a lookup whose result has not been used yet."""
     renewal: int | None = None
     """Ticket of a later one that takes its place once it is answered."""
+    covered: int = 0
+    """The leading tokens that were last looked up: those of whole blocks, as a rule."""
     asked_at: float = 0.0
     """When it was last looked up (:func:`time.monotonic`); 0 before that."""
     waited: bool = False
@@ -284,16 +286,17 @@ class RequestState:
     def tail_key(self, tokens: int) -> ChunkKey | None:
         """Return the key of the partial chunk at the end of the first ``tokens`` tokens, if any.
 
-        vLLM computes the last token of a prompt again, but none before: with a longer lookahead, the KV of
-        those depends on the answer of the request that has stored it.
+        At the end of a prompt, the tokens after it are not known yet. vLLM computes its last token again, but
+        none before: with a longer lookahead, the KV of those depends on the answer that comes.
         """
         whole = tokens // self.chunk_tokens
         start = whole * self.chunk_tokens
-        if start >= tokens or self.lookahead > 1:
+        lookahead = 0 if tokens == self.request.num_prompt_tokens else self.lookahead
+        if start >= tokens or (not lookahead and self.lookahead > 1):
             return None
         self.extend(tokens, whole)
         rest = encode_tokens(token_list(self.request), start, tokens)
-        return chunk_key(self.parent(whole), rest, _extra(self.request, start, tokens))
+        return chunk_key(self.parent(whole), rest, _extra(self.request, start, tokens, lookahead))
 
     def parent(self, index: int) -> ChunkKey:
         """Return the key before the chunk at ``index``."""

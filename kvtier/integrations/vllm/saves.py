@@ -224,25 +224,30 @@ class Saves:
         return whole or self._prompt_tail(state, computed) > 0
 
     def _prompt_tail(self, state: RequestState, computed: int) -> int:
-        """Return the tokens up to the end of a partial chunk to store: the end of the prompt; 0 for none."""
+        """Return the tokens up to the end of a partial chunk of the prompt to store; 0 for none."""
         prompt = int(state.request.num_prompt_tokens)
-        past_end = prompt % self._layout.chunk_tokens
-        if computed < prompt or not past_end or not self._tails:
+        if computed < prompt or not self._tails:
             return 0
-        if state.transfer.ticket is not None:
-            # The decode instance needs it, even if a chunk that is held begins like it.
-            return 0 if state.saving.tail_planned else prompt
-        if self._partial_chunks and state.saving.tail_end <= prompt - past_end:
-            return prompt  # Nothing of it is held, and the same prompt finds even less than a block.
-        return self._longer_tail(state, prompt)
+        if state.transfer.ticket is None:
+            return self._longer_tail(state, prompt)
+        # The decode instance needs all of it, even if a chunk that is held begins like it.
+        return prompt if prompt % self._layout.chunk_tokens and not state.saving.tail_planned else 0
 
     def _longer_tail(self, state: RequestState, tokens: int) -> int:
-        """Return ``tokens`` if a partial chunk up to there holds a block more than what is held; else 0."""
-        step = self._layout.granularity
+        """Return the end of the last whole block of a partial chunk that goes beyond what is held; else 0.
+
+        What follows it would take the room of a block, and another prompt cannot be continued there.
+        """
         if not self._tails or not self._partial_chunks:
             return 0
-        held = max(state.saving.tail_end, tokens // self._layout.chunk_tokens * self._layout.chunk_tokens)
-        return tokens if tokens // step > held // step else 0
+        end = self._last_block_end(tokens)
+        return end if end > max(state.saving.tail_end, self._last_chunk_end(tokens)) else 0
+
+    def _last_block_end(self, tokens: int) -> int:
+        return tokens - tokens % self._layout.granularity
+
+    def _last_chunk_end(self, tokens: int) -> int:
+        return tokens - tokens % self._layout.chunk_tokens
 
     def plan_step(self, running: Iterable[tuple[RequestState, int]]) -> None:
         """Plan all chunks that this step completes, and up to :attr:`backlog` chunks of earlier steps.
@@ -411,12 +416,13 @@ class Saves:
 
     def chunks_at_end(self, state: RequestState, computed: int) -> tuple[list[ChunkKey], list[int]]:
         """Return the keys and tokens of all chunks that a finished request has stored, or would have."""
-        chunk, step = self._layout.chunk_tokens, self._layout.granularity
-        keys, prompt = state.extend(computed), int(state.request.num_prompt_tokens)
-        sizes, start = [chunk] * len(keys), len(keys) * chunk
-        if self._tails and (self._partial_chunks or state.transfer.ticket is not None):
-            # As `finish` decides: the answer must fill a block.
-            end = computed if computed // step > max(prompt, start) // step else prompt
+        keys = state.extend(computed)
+        sizes = [self._layout.chunk_tokens] * len(keys)
+        if self._tails:
+            end = self._last_block_end(computed) if self._partial_chunks else 0
+            if state.transfer.ticket is not None:
+                end = max(end, int(state.request.num_prompt_tokens))
+            start = self._last_chunk_end(computed)
             tail = state.tail_key(end) if start < end <= computed else None
             if tail is not None:
                 keys.append(tail)
