@@ -181,6 +181,14 @@ class ChunkLayout(msgspec.Struct, frozen=True, array_like=True):
         """The fewest tokens that two prompts must have in common."""
         return self.granularity or self.chunk_tokens
 
+    def stored_tokens(self, prompt: int) -> int:
+        """Return how many leading tokens of a prompt an engine stores: its whole blocks.
+
+        The rest would take the room of a block, and another prompt cannot be continued there. But a prompt
+        of less than a block is stored as it is, for requests with the same one.
+        """
+        return prompt if prompt < self.shortest_hit else prompt - prompt % self.shortest_hit
+
     def usable(self, stored: int, tokens: int) -> int:
         """Return how many leading tokens of a chunk of ``stored`` tokens can be used, up to ``tokens``.
 

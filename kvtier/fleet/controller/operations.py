@@ -95,14 +95,14 @@ class Operations:
                 tokens_by_place[place] = max(tokens_by_place.get(place, 0), chunks.leading_tokens(count))
         self.lookups += 1
         self.lookup_seconds += time.monotonic() - began
-        tokens = prompts[0].num_tokens
+        tokens = prompts[0].prompt_tokens
         self.tracer.record("kvtier.controller.lookup", current.get(), began, tokens=tokens)
         instances = {
             member.id: _tokens_by_tier(member, tokens_by_place) for member in self.registry.members.values()
         }
         return LookupAnswer(
             model=prompts[0].model.names[0],
-            num_tokens=prompts[0].num_tokens,
+            num_tokens=tokens,
             instances={name: tiers for name, tiers in instances.items() if tiers},
         )
 

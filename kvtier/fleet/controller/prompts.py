@@ -36,11 +36,17 @@ class PromptChunks(NamedTuple):
     """Number of tokens of each chunk."""
     lengths: Sequence[int]
     """Size of each chunk object in bytes."""
+    prompt_tokens: int
+    """Length of the whole prompt, of which engines may store less."""
 
     @classmethod
     def of(cls, model: Model, tokens: Sequence[int], salt: str = "") -> PromptChunks:
-        """Return all chunks of a prompt. Takes about 15 ms for a million tokens. Raises: WrongPrompt."""
-        layout = model.layout
+        """Return all chunks that engines store of a prompt. Takes about 15 ms for a million tokens.
+
+        Raises: WrongPrompt.
+        """
+        layout, prompt_tokens = model.layout, len(tokens)
+        tokens = tokens[: layout.stored_tokens(prompt_tokens)]
         try:
             keys = chunk_keys(root_key(model.namespace, salt), tokens, layout.chunk_tokens, tail=True)
         except (OverflowError, TypeError, UnicodeEncodeError) as error:
@@ -49,11 +55,11 @@ class PromptChunks(NamedTuple):
         counts = [layout.chunk_tokens] * full + [rest] * bool(rest)
         size = object_bytes(layout.payload_bytes(layout.chunk_tokens))
         lengths = [size] * full + [object_bytes(layout.payload_bytes(rest)) for _ in counts[full:]]
-        return cls(model, keys, counts, lengths)
+        return cls(model, keys, counts, lengths, prompt_tokens)
 
     @property
     def num_tokens(self) -> int:
-        """Total number of tokens."""
+        """Total number of tokens in its chunks."""
         return sum(self.tokens)
 
     def leading_tokens(self, chunks: int) -> int:
@@ -74,7 +80,8 @@ class PromptChunks(NamedTuple):
             yield self._each(itemgetter(slice(start, start + size)))
 
     def _each(self, choose: Callable[[Any], Any]) -> PromptChunks:
-        return PromptChunks(self.model, choose(self.keys), choose(self.tokens), choose(self.lengths))
+        columns = choose(self.keys), choose(self.tokens), choose(self.lengths)
+        return PromptChunks(self.model, *columns, self.prompt_tokens)
 
 
 class Prompts:

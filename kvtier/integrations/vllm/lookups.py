@@ -228,7 +228,7 @@ class Lookups:
         tokens = int(state.request.num_tokens)
         if self._kv_transfers.wants_tail(state):
             return tokens
-        return tokens - tokens % self._layout.granularity if self._partial_chunks else 0
+        return self._layout.stored_tokens(tokens) if self._partial_chunks else 0
 
     def awaits_connection(self, state: RequestState) -> bool:
         """Return whether a request waits, since the cache process was restarted and is being connected."""

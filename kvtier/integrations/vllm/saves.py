@@ -229,19 +229,18 @@ class Saves:
         if computed < prompt or not self._tails:
             return 0
         if state.transfer.ticket is None:
-            return self._longer_tail(state, prompt)
+            return self._longer_tail(state, self._layout.stored_tokens(prompt))
         # The decode instance needs all of it, even if a chunk that is held begins like it.
         return prompt if prompt % self._layout.chunk_tokens and not state.saving.tail_planned else 0
 
-    def _longer_tail(self, state: RequestState, tokens: int) -> int:
-        """Return the end of the last whole block of a partial chunk that goes beyond what is held; else 0.
+    def _answer_tail(self, state: RequestState, computed: int) -> int:
+        """Return the tokens up to the end of a partial chunk of the answer to store; 0 for none."""
+        return self._longer_tail(state, self._last_block_end(computed)) if self._tails else 0
 
-        What follows it would take the room of a block, and another prompt cannot be continued there.
-        """
-        if not self._tails or not self._partial_chunks:
-            return 0
-        end = self._last_block_end(tokens)
-        return end if end > max(state.saving.tail_end, self._last_chunk_end(tokens)) else 0
+    def _longer_tail(self, state: RequestState, end: int) -> int:
+        """Return ``end`` if a partial chunk ends there, beyond what is held; else 0."""
+        held = max(state.saving.tail_end, self._last_chunk_end(end))
+        return end if self._partial_chunks and end > held else 0
 
     def _last_block_end(self, tokens: int) -> int:
         return tokens - tokens % self._layout.granularity
@@ -302,7 +301,7 @@ class Saves:
         state.saving.next_chunk = first + len(keys)
         end = self._prompt_tail(state, computed)
         if finished and (not end or state.transfer.ticket is None):
-            end = self._longer_tail(state, computed) or end
+            end = self._answer_tail(state, computed) or end
         if end:
             state.saving.tail_end, state.saving.tail_planned = end, True
             tail = state.tail_key(end)
@@ -419,9 +418,10 @@ class Saves:
         keys = state.extend(computed)
         sizes = [self._layout.chunk_tokens] * len(keys)
         if self._tails:
-            end = self._last_block_end(computed) if self._partial_chunks else 0
-            if state.transfer.ticket is not None:
-                end = max(end, int(state.request.num_prompt_tokens))
+            prompt = int(state.request.num_prompt_tokens)
+            stored = self._layout.stored_tokens(prompt) if self._partial_chunks else 0
+            stored = stored if state.transfer.ticket is None else prompt
+            end = max(stored, self._last_block_end(computed) if self._partial_chunks else 0)
             start = self._last_chunk_end(computed)
             tail = state.tail_key(end) if start < end <= computed else None
             if tail is not None:
@@ -440,7 +440,7 @@ class Saves:
             return self.keep(state, blocks)
         if self._may_offer_again(state, blocks):
             self._offer_again(state, computed)
-        elif self.due(state, computed) or self._longer_tail(state, computed):
+        elif self.due(state, computed) or self._answer_tail(state, computed):
             fresh = self._fresh(state, computed, state.saving.settled or 0)
             self.plan(state, computed, min(fresh + self.backlog, self.room), finished=True)
             left = computed // self._layout.chunk_tokens - state.saving.next_chunk
