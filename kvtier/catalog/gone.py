@@ -21,6 +21,7 @@ from kvtier.memory.keys import KEY_BYTES, ChunkKey
 REMOVED = {
     RemovalReason.EVICTED: MissReason.EVICTED,
     RemovalReason.CLEARED: MissReason.CLEARED,
+    RemovalReason.REPLACED: MissReason.REPLACED,
     RemovalReason.MOVED: MissReason.MOVED,
     RemovalReason.EXPIRED: MissReason.EXPIRED,
     RemovalReason.LOST: MissReason.LOST,
@@ -81,8 +82,9 @@ class GoneChunks:
     ) -> None:
         """Remember chunks that are READY in no tier now. ``since``: the second in which each was added.
 
-        A copy that did not arrive says nothing of a chunk that was lost since it was added. One that a lower
-        tier has not taken says more of a chunk than that it was evicted.
+        A copy that did not arrive says nothing of a chunk that was lost since it was added, and no copy does
+        of one that was replaced. One that a lower tier has not taken says more of a chunk than that it was
+        evicted.
         """
         if not self._buckets:
             return
@@ -95,7 +97,8 @@ class GoneChunks:
             if tag in known:
                 at += known.index(tag)
                 since_then = bool(since) and facts[at] >> 34 >= then
-                if since_then and reason is MissReason.STORE_FAILED:
+                was_replaced = facts[at] & _SIX_BITS == _NUMBERS[MissReason.REPLACED]
+                if since_then and (reason is MissReason.STORE_FAILED or was_replaced):
                     continue
                 if since_then and reason is MissReason.EVICTED and tier < _refused(facts[at]):
                     continue
