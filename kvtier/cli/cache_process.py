@@ -113,7 +113,8 @@ def _tiers(tiers: list[Report]) -> Table:
 
 def _encoding(tier: Report) -> str:
     """Return how a tier stores chunks, if not as they are: `` (lossless 1.41, encrypted)``."""
-    notes = [f"{tier['codec']} {tier['ratio']:.2f}"] if tier.get("codec", "identity") != "identity" else []
+    codec, ratio = tier.get("codec", "identity"), tier.get("ratio")
+    notes = [codec if ratio is None else f"{codec} {ratio:.2f}"] if codec != "identity" else []
     if "encodes" in tier:
         gain = tier["codec_gain"]
         reads = "" if gain is None else f" as reads are {gain:.2f} times as fast"

@@ -223,13 +223,13 @@ class Tier(Level):
 
     def status(self) -> dict[str, object]:
         """Return the state for display and tests."""
-        written, choice = self.written, self.choice
+        choice, ratio = self.choice, self._catalog.ratio(self.index)
         return {
             **super().status(),
             "reading": self.reading.status(),
             "error": self.breaker.error or self.unseen,
             "unseen_bytes": self.unseen_bytes,
-            **({"codec": self.settings.codec["type"], "ratio": written.ratio} if written else {}),
+            **({"codec": self.settings.codec["type"], "ratio": ratio} if self.written else {}),
             **({"encodes": choice.encodes, "codec_gain": choice.gain} if choice else {}),
             **({"encrypted": True} if self.settings.encrypt else {}),
         }

@@ -676,6 +676,7 @@ def test_verify_keeps_what_has_an_unknown_key(
     [
         ({}, ""),
         ({"codec": "lossless", "ratio": 1.414}, " (lossless 1.41)"),
+        ({"codec": "lossless", "ratio": None}, " (lossless)"),
         ({"codec": "identity", "ratio": 1.0, "encrypted": True}, " (encrypted)"),
         (
             {"codec": "auto", "ratio": 1.08, "encodes": False, "codec_gain": 0.69},
