@@ -154,6 +154,9 @@ class Tier(Level):
         self._batches_returned = 0
         """Number of batches that the medium completed."""
         self._warn = RateLimitedLog(logger)
+        self._warn_full = RateLimitedLog(logger)
+        self._full: str | None = None
+        """What of the last written batch the medium rejected as full."""
         self.reading = ReadCost()
         """The recent cost of reads."""
         self.replaced = anyio.Event()
@@ -227,7 +230,7 @@ class Tier(Level):
         return {
             **super().status(),
             "reading": self.reading.status(),
-            "error": self.breaker.error or self.unseen,
+            "error": self.breaker.error or self._full or self.unseen,
             "unseen_bytes": self.unseen_bytes,
             **({"codec": self.settings.codec["type"], "ratio": ratio} if self.written else {}),
             **({"encodes": choice.encodes, "codec_gain": choice.gain} if choice else {}),
@@ -354,7 +357,11 @@ class Tier(Level):
         put = partial(self._seal_and_put, put=self.seal.put)
         outcomes = await self._call(put, items, default=Outcome.FAILED)
         results = zip(items, outcomes, strict=True)
-        self._refused_bytes = sum(len(view) for (_, view), outcome in results if outcome is Outcome.FULL)
+        refused = [len(view) for (_, view), outcome in results if outcome is Outcome.FULL]
+        self._refused_bytes, self._full = sum(refused), None
+        if refused:
+            self._full = f"no room for {format_size(sum(refused))} ({len(refused)} of {len(items)} chunks)"
+            self._warn_full("tier %s: its medium has %s; they are dropped", self.name, self._full)
         return outcomes
 
     async def _encode_items(self, items: Sequence[PutItem]) -> Sequence[Outcome]:
