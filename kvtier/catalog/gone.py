@@ -29,6 +29,7 @@ REMOVED = {
 }
 _CODES = list(MissReason)
 _NUMBERS = {reason: number for number, reason in enumerate(_CODES)}
+_FINAL = {_NUMBERS[MissReason.REPLACED], _NUMBERS[MissReason.UNREADABLE]}
 
 NO_TIER = 63
 WAYS = 8
@@ -83,8 +84,8 @@ class GoneChunks:
         """Remember chunks that are READY in no tier now. ``since``: the second in which each was added.
 
         A copy that did not arrive says nothing of a chunk that was lost since it was added, and no copy does
-        of one that was replaced. One that a lower tier has not taken says more of a chunk than that it was
-        evicted.
+        of one that was replaced or cannot be read. One that a lower tier has not taken says more of a chunk
+        than that it was evicted.
         """
         if not self._buckets:
             return
@@ -97,8 +98,7 @@ class GoneChunks:
             if tag in known:
                 at += known.index(tag)
                 since_then = bool(since) and facts[at] >> 34 >= then
-                was_replaced = facts[at] & _SIX_BITS == _NUMBERS[MissReason.REPLACED]
-                if since_then and (reason is MissReason.STORE_FAILED or was_replaced):
+                if since_then and (reason is MissReason.STORE_FAILED or facts[at] & _SIX_BITS in _FINAL):
                     continue
                 if since_then and reason is MissReason.EVICTED and tier < _refused(facts[at]):
                     continue

@@ -18,6 +18,7 @@ class MissReason(StrEnum):
     EXPIRED = "expired"
     MOVED = "moved"
     LOST = "lost"
+    UNREADABLE = "unreadable"
     DECLINED = "declined"
     STORE_FAILED = "store_failed"
     OTHER_SALT = "other_salt"
@@ -48,6 +49,7 @@ ADVICE: Mapping[str, str] = {
     MissReason.EXPIRED: "their time to live has passed: raise the tier's `ttl`.",
     MissReason.MOVED: "they were moved to another host: send such requests there, or copy instead.",
     MissReason.LOST: "the tier's medium has lost or damaged them: see the log, and `kvtier doctor`.",
+    MissReason.UNREADABLE: "the tier has no key or codec for them now: see `encrypt.key_file`, and the log.",
     MissReason.DECLINED: "the policy kept what it expects to be used sooner: see `kvtier whatif`.",
     MissReason.STORE_FAILED: "memory or the tier did not take them: see the log of the cache process.",
     MissReason.BEING_STORED: "another request was just computing them: send equal prompts one by one.",
@@ -98,7 +100,7 @@ def text_of(miss: Miss) -> str:
             more = [f"{miss.tier}, {miss.seconds:.2f} s"] if miss.tier else []
         case MissReason.DIVERGES:
             more = [f"from token {miss.position} on"]
-        case MissReason.STORE_FAILED | MissReason.DECLINED:
+        case MissReason.STORE_FAILED | MissReason.DECLINED | MissReason.UNREADABLE:
             more = [f"in {miss.tier}"] if miss.tier else []
             more += [f"{miss.ago:.0f} s ago"] if miss.ago else []
         case _:

@@ -19,6 +19,7 @@ from anyio.abc import TaskGroup
 from kvtier.backends.base import Backend, GetItem, Outcome, PutItem, StoredObject
 from kvtier.catalog.catalog import Catalog
 from kvtier.catalog.eviction import RemovalReason
+from kvtier.catalog.misses import MissReason
 from kvtier.concurrency.breaker import Backoff
 from kvtier.concurrency.tasks import wait_for_event
 from kvtier.errors import IncompleteScan, KVTierError, MediumReplaced
@@ -148,6 +149,7 @@ class Tier(Level):
             self.seal = Seal(backend, sealer, verify=self.capabilities.arena is None)
         else:
             self.seal = EncodedSeal(backend, sealer, encoder, catalog, index, self.is_full)
+        self.seal.on_unreadable = lambda key: catalog.gone.note([key], MissReason.UNREADABLE, index)
         self._deletions = Deletions(settings.name, backend, kept=self._miss)
         self._tasks = tasks
         self._slots = Slots(settings.concurrency)

@@ -63,7 +63,10 @@ def test_status_has_tables_and_json(kvtier: Kvtier, tmp_path: Path) -> None:
     ("counts", "shown"),
     [
         ({}, ""),
-        ({"put_failed": 3, "put_full": 4}, "7 writes of chunks to lower tiers failed, 4 of them without room."),
+        (
+            {"put_failed": 3, "put_full": 4},
+            "7 writes of chunks to lower tiers failed, 4 of them without room.",
+        ),
         ({"not_admitted": 2}, "2 chunks were dropped, because no lower tier admits them."),
     ],
 )
