@@ -525,7 +525,7 @@ class Catalog:
         return self._used[tier]
 
     def ratio(self, tier: int) -> float | None:
-        """Return how many times fewer bytes the chunks of a tier have than before encoding; without any, None."""
+        """Return how many times fewer bytes a tier has than before encoding; ``None`` without chunks."""
         used = self._used[tier]
         return (used + self._saved[tier]) / used if used else None
 
