@@ -169,14 +169,22 @@ async def verify(
     return Verification(checked, read, sorted(corrupt), unreadable, encrypted)
 
 
-async def claimed_chunks(folder: Path) -> list[ChunkFile]:
-    """Return the chunks of a folder that is not in use. Removes leftovers of interrupted writes."""
+async def claimed_chunks(folder: Path) -> tuple[list[ChunkFile], str]:
+    """Return the chunks of a folder that is not in use, and what could not be listed, or nothing.
+
+    Removes leftovers of interrupted writes.
+    """
+    unread = ""
     async with _claimed(folder) as claimed:
         found = [file async for paths in claimed.scan.objects() for file in await _status_of_all(paths)]
+        try:
+            await claimed.scan.check()
+        except IncompleteScan as error:
+            unread = str(error)
     # Those found are below a descriptor, which is closed now.
     return [
         file._replace(path=object_path(folder, ChunkKey(bytes.fromhex(file.path.stem)))) for file in found
-    ]
+    ], unread
 
 
 async def rekey(

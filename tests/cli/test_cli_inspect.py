@@ -283,8 +283,27 @@ def test_rekey_of_a_folder_without_chunks(kvtier: Kvtier, tmp_path: Path, key_fi
 
 def test_purge_knows_its_files_by_their_folder(folder: Path) -> None:
     """Not below a descriptor, which may be another folder's by then."""
-    found = anyio.run(inspect_files.claimed_chunks, folder)
+    found, _ = anyio.run(inspect_files.claimed_chunks, folder)
     assert sorted(file.path for file in found) == sorted(chunks(folder))
+
+
+def test_purge_names_what_it_cannot_list(
+    kvtier: Kvtier, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lost, real = chunks(folder)[0].parent, os.scandir
+
+    def scandir(path: Any) -> Any:
+        if Path(path).name == lost.name:
+            raise OSError(errno.EIO, "Input/output error", str(path))
+        return real(path)
+
+    monkeypatch.setattr(os, "scandir", scandir)
+    result = kvtier("inspect", "purge", folder, "--yes")
+    assert result.status == 1
+    assert "0 chunks removed" in result.output
+    errors = "".join(result.errors.split())
+    assert f"notremoved1foldersand0filesin{folder}" in errors
+    assert f"{lost}(Input/outputerror)" in errors
 
 
 def test_purge_asks_for_confirmation(kvtier: Kvtier, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
