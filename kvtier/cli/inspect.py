@@ -74,10 +74,10 @@ def verify(
         _print_unread(path, error)
 
     with Progress(console=messages(), transient=True) as progress:
-        bar = progress.add_task("verifying", total=None)
+        bar = progress.add_task("verifying", total=1)
 
-        def show(done: int, total: int) -> None:
-            progress.update(bar, completed=done, total=total)
+        def show(done: float) -> None:
+            progress.update(bar, completed=done)
 
         checked, read, corrupt, unreadable, encrypted = anyio.run(
             partial(

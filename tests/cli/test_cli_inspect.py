@@ -306,6 +306,17 @@ def test_purge_names_what_it_cannot_list(
     assert f"{lost}(Input/outputerror)" in errors
 
 
+def test_verify_decodes_in_threads(kvtier: Kvtier, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    together, real = threading.Barrier(3), inspect_files._verify
+
+    def wait(*arguments: Any) -> bool:
+        together.wait(TIMEOUT_SECONDS)
+        return real(*arguments)
+
+    monkeypatch.setattr(inspect_files, "_verify", wait)
+    assert kvtier("inspect", "verify", folder).status == 0
+
+
 def test_purge_asks_for_confirmation(kvtier: Kvtier, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     questions = []
 
@@ -571,25 +582,33 @@ def test_rekey_reads_several_at_once(rekey: Rekey, folder: Path, monkeypatch: py
 
 
 @pytest.mark.usefixtures("encrypted")
-def test_rekey_lists_while_it_encrypts(rekey: Rekey, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("command", "function"), [("rekey", "_rekey_one"), ("verify", "_verify")])
+def test_files_are_listed_meanwhile(
+    kvtier: Kvtier,
+    folder: Path,
+    key_file: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    command: str,
+    function: str,
+) -> None:
     """A list of ten million files would take gigabytes, and nothing would happen until it is there."""
     store(folder, 0x1000)
     events = []
-    scandir, one = os.scandir, inspect_files._rekey_one
+    scandir, one = os.scandir, getattr(inspect_files, function)
 
     def listed(path: Any) -> Any:
         events.append(Path(path).name)
         return scandir(path)
 
-    def encrypted(*arguments: Any, **named: Any) -> Any:
-        events.append("encrypted")
+    def noted(*arguments: Any, **named: Any) -> Any:
+        events.append(command)
         return one(*arguments, **named)
 
     monkeypatch.setattr("kvtier.backends.disk.scan.LISTED_AT_ONCE", 1)
     monkeypatch.setattr(os, "scandir", listed)
-    monkeypatch.setattr(inspect_files, "_rekey_one", encrypted)
-    assert "4 chunks" in rekey().output
-    assert events[1:] == ["000", "encrypted", "encrypted", "encrypted", "100", "encrypted"]
+    monkeypatch.setattr(inspect_files, function, noted)
+    assert "4 chunks" in kvtier("inspect", command, folder, "--key-file", key_file).output
+    assert events[1:] == ["000", command, command, command, "100", command]
 
 
 KILLED = """
