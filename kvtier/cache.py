@@ -21,6 +21,7 @@ from anyio.abc import TaskGroup
 
 from kvtier.backends.base import Backend
 from kvtier.catalog.catalog import Catalog
+from kvtier.catalog.eviction import RemovalReason
 from kvtier.catalog.hints import ChunkHints
 from kvtier.catalog.misses import Miss
 from kvtier.catalog.partial_matches import PromptTags, block_tags_of
@@ -341,7 +342,7 @@ class TieredCache:
         Not from shared pools.
         """
         if shorter := self.catalog.superseded(chunk, whole=whole):
-            self._clear_here(shorter)
+            self._replace(shorter)
 
     def supersede_states(self, chunk: ChunkKey) -> None:
         """Remove the states before the end of a chunk at which a prompt was continued, and a new one stored.
@@ -350,7 +351,7 @@ class TieredCache:
         of ``chunk``. States stay where prompts branch, and in shared pools.
         """
         if states := self._boundaries.superseded(chunk):
-            self._clear_here(states)
+            self._replace(states)
 
     def uncover(self, keys: Sequence[ChunkKey], tier: str) -> None:
         """Have a canary's chunks read from a tier: see :meth:`ClearStage.uncover`.
@@ -371,9 +372,9 @@ class TieredCache:
             self._expiring -= 1
             await self.clear(keys)
 
-    def _clear_here(self, keys: Sequence[ChunkKey]) -> None:
+    def _replace(self, keys: Sequence[ChunkKey]) -> None:
         own = [tier.index for tier in self.tiers if not tier.shared]
-        self.tasks.start_soon(self._clearing.clear, keys, own)
+        self.tasks.start_soon(self._clearing.clear, keys, own, RemovalReason.REPLACED)
 
     async def settle(self, found: FoundPrefix, progress: ReportProgress | None = None) -> None:
         """Wait for pushed chunks, then for fetched chunks according to ``prefetch.policy``; drop the rest.

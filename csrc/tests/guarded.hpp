@@ -8,6 +8,8 @@
 #include <span>
 #include <vector>
 
+#include "check.hpp"
+
 namespace kvtier::test {
 
 using Bytes = std::vector<std::uint8_t>;
@@ -34,5 +36,15 @@ private:
     std::size_t length_, mapped_;
     std::uint8_t* memory_;
 };
+
+// What `write` makes of `source` in at most `bound` bytes, given both as guarded memory. It returns the length.
+template <typename Write>
+Bytes written(const Bytes& source, std::size_t bound, Write write) {
+    const Guarded from(source), to(bound);
+    const std::size_t length = write(from.all(), to.all());
+    CHECK(length <= bound);
+    const auto found = to.all().first(length);
+    return {found.begin(), found.end()};
+}
 
 }  // namespace kvtier::test

@@ -15,6 +15,7 @@
 using kvtier::codec::Kernels;
 using kvtier::test::Bytes;
 using kvtier::test::Guarded;
+using kvtier::test::written;
 
 namespace {
 
@@ -78,17 +79,16 @@ std::vector<std::pair<std::string, Bytes>> payloads() {
 }
 
 Bytes encoded(const Bytes& payload, const Kernels& kernels) {
-    const Guarded source(payload), target(kvtier::codec::max_encoded(payload.size()));
-    const std::size_t length = kvtier::codec::encode(source.all(), target.all(), kernels);
-    CHECK(length <= target.all().size());
-    const auto written = target.all().first(length);
-    return {written.begin(), written.end()};
+    return written(payload, kvtier::codec::max_encoded(payload.size()), [&](auto source, auto target) {
+        return kvtier::codec::encode(source, target, kernels);
+    });
 }
 
 Bytes decoded(const Bytes& stored, std::size_t length, const Kernels& kernels) {
-    const Guarded source(stored), target(length);
-    kvtier::codec::decode(source.all(), target.all(), kernels);
-    return {target.all().begin(), target.all().end()};
+    return written(stored, length, [&](auto source, auto target) {
+        kvtier::codec::decode(source, target, kernels);
+        return length;
+    });
 }
 
 }  // namespace

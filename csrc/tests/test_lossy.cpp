@@ -16,7 +16,7 @@
 using kvtier::codec::Form;
 using kvtier::codec::TileKernels;
 using kvtier::test::Bytes;
-using kvtier::test::Guarded;
+using kvtier::test::written;
 
 namespace {
 
@@ -93,17 +93,17 @@ std::vector<Payload> payloads() {
 }
 
 Bytes encoded(Form form, const Payload& payload, const TileKernels& kernels) {
-    const Guarded source(payload.bytes), target(kvtier::codec::lossy_bound(payload.described(), payload.bytes.size()));
-    const std::size_t length = kvtier::codec::lossy_encode(form, payload.described(), source.all(), target.all(), kernels);
-    CHECK(length <= target.all().size());
-    const auto written = target.all().first(length);
-    return {written.begin(), written.end()};
+    const std::size_t bound = kvtier::codec::lossy_bound(payload.described(), payload.bytes.size());
+    return written(payload.bytes, bound, [&](auto source, auto target) {
+        return kvtier::codec::lossy_encode(form, payload.described(), source, target, kernels);
+    });
 }
 
 Bytes decoded(const Bytes& stored, std::size_t length, const TileKernels& kernels) {
-    const Guarded source(stored), target(length);
-    kvtier::codec::lossy_decode(source.all(), target.all(), kernels);
-    return {target.all().begin(), target.all().end()};
+    return written(stored, length, [&](auto source, auto target) {
+        kvtier::codec::lossy_decode(source, target, kernels);
+        return length;
+    });
 }
 
 const Form forms[] = {Form::fp8, Form::int8, Form::int4};

@@ -107,6 +107,7 @@ class Catalog:
         self.pins = ChunkPins()
         self.partial_matches = PartialMatchIndex(self.columns, self._index, self._ready, self._pending)
         self._used = [0] * len(policies)
+        self._saved = [0] * len(policies)
         self._count = [0] * len(policies)
 
     def __len__(self) -> int:
@@ -274,6 +275,8 @@ class Catalog:
             raise KeyError(f"chunk {key} is not in tier {tier}, or occurs twice") from None
         self._used[tier] -= length
         self._count[tier] -= len(rows)
+        if (own := self._of_tier[tier].lengths) is not self._lengths:
+            self._saved[tier] -= sum(self._lengths[row] - own[row] for row in rows)
         self.policies[tier].removed(rows, reason)
         if self.gone and (gone := [row for row in rows if not self._ready[row]]):
             since = self.columns.since
@@ -360,6 +363,7 @@ class Catalog:
             row = self._find(key)
             self._of_tier[tier].lengths[row] = length
             self._used[tier] += length - before
+            self._saved[tier] += before - length
             self.policies[tier].resized(row, length - before)
 
     def tiers(self, key: ChunkKey) -> list[int]:
@@ -519,6 +523,11 @@ class Catalog:
     def used(self, tier: int) -> int:
         """Return the bytes of chunk objects in a tier, READY or PENDING."""
         return self._used[tier]
+
+    def ratio(self, tier: int) -> float | None:
+        """Return how many times fewer bytes a tier has than before encoding; ``None`` without chunks."""
+        used = self._used[tier]
+        return (used + self._saved[tier]) / used if used else None
 
     def count(self, tier: int) -> int:
         """Return the number of chunks in a tier, READY or PENDING."""

@@ -34,6 +34,8 @@ class RemovalReason(Enum):
 
     EVICTED = "evicted"
     CLEARED = "cleared"
+    REPLACED = "replaced"
+    """A longer chunk begins with it, or a later state of its prompt was stored."""
     MOVED = "moved"
     EXPIRED = "expired"
     """The pool's time to live has passed, or a temporary entry has ended."""

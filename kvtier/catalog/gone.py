@@ -21,6 +21,7 @@ from kvtier.memory.keys import KEY_BYTES, ChunkKey
 REMOVED = {
     RemovalReason.EVICTED: MissReason.EVICTED,
     RemovalReason.CLEARED: MissReason.CLEARED,
+    RemovalReason.REPLACED: MissReason.REPLACED,
     RemovalReason.MOVED: MissReason.MOVED,
     RemovalReason.EXPIRED: MissReason.EXPIRED,
     RemovalReason.LOST: MissReason.LOST,
@@ -28,6 +29,7 @@ REMOVED = {
 }
 _CODES = list(MissReason)
 _NUMBERS = {reason: number for number, reason in enumerate(_CODES)}
+_FINAL = {_NUMBERS[MissReason.REPLACED], _NUMBERS[MissReason.UNREADABLE]}
 
 NO_TIER = 63
 WAYS = 8
@@ -81,8 +83,9 @@ class GoneChunks:
     ) -> None:
         """Remember chunks that are READY in no tier now. ``since``: the second in which each was added.
 
-        A copy that did not arrive says nothing of a chunk that was lost since it was added. One that a lower
-        tier has not taken says more of a chunk than that it was evicted.
+        A copy that did not arrive says nothing of a chunk that was lost since it was added, and no copy does
+        of one that was replaced or cannot be read. One that a lower tier has not taken says more of a chunk
+        than that it was evicted.
         """
         if not self._buckets:
             return
@@ -95,7 +98,7 @@ class GoneChunks:
             if tag in known:
                 at += known.index(tag)
                 since_then = bool(since) and facts[at] >> 34 >= then
-                if since_then and reason is MissReason.STORE_FAILED:
+                if since_then and (reason is MissReason.STORE_FAILED or facts[at] & _SIX_BITS in _FINAL):
                     continue
                 if since_then and reason is MissReason.EVICTED and tier < _refused(facts[at]):
                     continue

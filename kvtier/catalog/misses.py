@@ -14,9 +14,11 @@ class MissReason(StrEnum):
     NEVER_STORED = "never_stored"
     EVICTED = "evicted"
     CLEARED = "cleared"
+    REPLACED = "replaced"
     EXPIRED = "expired"
     MOVED = "moved"
     LOST = "lost"
+    UNREADABLE = "unreadable"
     DECLINED = "declined"
     STORE_FAILED = "store_failed"
     OTHER_SALT = "other_salt"
@@ -43,9 +45,11 @@ ADVICE: Mapping[str, str] = {
     MissReason.NEVER_STORED: "these tokens were never stored behind those before them: normal for new text.",
     MissReason.EVICTED: "the tier had no room for them: `kvtier whatif` shows what more would bring.",
     MissReason.CLEARED: "they were cleared, by a command or because the weights have changed.",
+    MissReason.REPLACED: "a longer chunk with the same beginning has replaced them, and is gone as well.",
     MissReason.EXPIRED: "their time to live has passed: raise the tier's `ttl`.",
     MissReason.MOVED: "they were moved to another host: send such requests there, or copy instead.",
     MissReason.LOST: "the tier's medium has lost or damaged them: see the log, and `kvtier doctor`.",
+    MissReason.UNREADABLE: "the tier has no key or codec for them now: see `encrypt.key_file`, and the log.",
     MissReason.DECLINED: "the policy kept what it expects to be used sooner: see `kvtier whatif`.",
     MissReason.STORE_FAILED: "memory or the tier did not take them: see the log of the cache process.",
     MissReason.BEING_STORED: "another request was just computing them: send equal prompts one by one.",
@@ -63,7 +67,7 @@ ADVICE: Mapping[str, str] = {
     MissReason.VERIFIED: "an idle engine has computed what is held, to compare both: see `verify`.",
     MissReason.QUARANTINED: "something that the tier held was wrong: see the log, then clear it there.",
     MissReason.DISABLED_BY_REQUEST: "the request does not use the cache, or vLLM cannot cache it.",
-    MissReason.SHORTER_THAN_A_BLOCK: "the rest of a prompt behind its last block: always computed.",
+    MissReason.SHORTER_THAN_A_BLOCK: "the rest of a prompt behind its last whole block: usually computed.",
     MissReason.NOT_LOOKED_UP: "the cache process was away or did not answer in time: see its log.",
     MissReason.UNKNOWN: "they were stored once, too long ago to know more: raise `why.remembered_chunks`.",
 }
@@ -96,7 +100,7 @@ def text_of(miss: Miss) -> str:
             more = [f"{miss.tier}, {miss.seconds:.2f} s"] if miss.tier else []
         case MissReason.DIVERGES:
             more = [f"from token {miss.position} on"]
-        case MissReason.STORE_FAILED | MissReason.DECLINED:
+        case MissReason.STORE_FAILED | MissReason.DECLINED | MissReason.UNREADABLE:
             more = [f"in {miss.tier}"] if miss.tier else []
             more += [f"{miss.ago:.0f} s ago"] if miss.ago else []
         case _:

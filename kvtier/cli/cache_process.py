@@ -60,7 +60,12 @@ def status(config: ConfigFile = None, socket: Socket = None, as_json: AsJson = F
 
 
 def _headline(report: Report, socket: Path) -> str:
-    dropped = report["counts"].get("not_admitted", 0)
+    counts, lost = report["counts"], ""
+    if dropped := counts.get("not_admitted", 0):
+        lost = f" {dropped} chunks were dropped, because no lower tier admits them."
+    full, failed = counts.get("put_full", 0), counts.get("put_failed", 0)
+    if full or failed:
+        lost += f" {full + failed} writes of chunks to lower tiers failed, {full} of them without room."
     placement = report["placement"]
     places = report.get("quarantined", {})  # An older process has none.
     return (
@@ -68,8 +73,7 @@ def _headline(report: Report, socket: Path) -> str:
         f"{format_size(report['pending_bytes'])} to be written, {report['flights']} chunks being fetched, "
         f"{report['pinned_chunks']} pinned. "
         f"CPUs {placement['cpus']}, memory policy {placement['memory_policy']}, "
-        f"NUMA nodes {placement['memory_nodes']}."
-        + (f" {dropped} chunks were dropped, because no lower tier admits them." if dropped else "")
+        f"NUMA nodes {placement['memory_nodes']}.{lost}"
         + "".join(
             f" Namespace {name} is in quarantine in {', '.join(tiers)}." for name, tiers in places.items()
         )
@@ -113,7 +117,8 @@ def _tiers(tiers: list[Report]) -> Table:
 
 def _encoding(tier: Report) -> str:
     """Return how a tier stores chunks, if not as they are: `` (lossless 1.41, encrypted)``."""
-    notes = [f"{tier['codec']} {tier['ratio']:.2f}"] if tier.get("codec", "identity") != "identity" else []
+    codec, ratio = tier.get("codec", "identity"), tier.get("ratio")
+    notes = [codec if ratio is None else f"{codec} {ratio:.2f}"] if codec != "identity" else []
     if "encodes" in tier:
         gain = tier["codec_gain"]
         reads = "" if gain is None else f" as reads are {gain:.2f} times as fast"

@@ -25,6 +25,7 @@ REMEDIES = {
     "tokens": "stop using this tier, and clear it: this is a bug, in kvtier or below it",
 }
 """For each stage at which what a canary has stored is lost."""
+START = "start one: kvtier serve"
 ELSEWHERE = (
     "is the first in `peer.others` of the second, the second in `kv_transfer.targets` of the first, or have "
     "both a controller or a pool? Are model, weights and layout equal? kvtier doctor on both hosts"
@@ -39,13 +40,17 @@ def check_cache_process(
     Blocks for up to some seconds.
     """
     try:
-        socket = socket or settings.socket or default_address(settings)
+        apart = socket or settings.socket
+        socket = apart or default_address(settings)
         if not socket.exists():
-            yield Check(PROCESS, "ok", f"none on {socket}; an engine starts one")
+            if apart:
+                yield Check(PROCESS, "warn", f"none on {socket}; engines start none there", START)
+            else:
+                yield Check(PROCESS, "ok", f"none on {socket}; an engine starts one")
             return
         report = client.status(socket)
     except ChannelError as error:
-        yield Check(PROCESS, "warn", str(error), "see its log, or start one: kvtier serve")
+        yield Check(PROCESS, "warn", str(error), f"see its log, or {START}")
         return
     found, problem = f"process {report['pid']} on {socket}", ""
     version, named = report.get("version", "before 0.3"), [tier.name for tier in tiers]

@@ -74,10 +74,10 @@ def verify(
         _print_unread(path, error)
 
     with Progress(console=messages(), transient=True) as progress:
-        bar = progress.add_task("verifying", total=None)
+        bar = progress.add_task("verifying", total=1)
 
-        def show(done: int, total: int) -> None:
-            progress.update(bar, completed=done, total=total)
+        def show(done: float) -> None:
+            progress.update(bar, completed=done)
 
         checked, read, corrupt, unreadable, encrypted = anyio.run(
             partial(
@@ -146,13 +146,18 @@ def purge(
     folder: Folder,
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask for confirmation.")] = False,
 ) -> None:
-    """Remove all chunks. Refused while a cache process uses the folder. Other files are kept."""
+    """Remove all chunks. Refused while a cache process uses the folder. Other files are kept.
+
+    Exit status 1 if something could not be listed.
+    """
     import anyio
 
     from kvtier.cli.inspect_files import claimed_chunks, remove
     from kvtier.units import format_size
 
-    files = anyio.run(claimed_chunks, folder)
+    files, unread = anyio.run(claimed_chunks, folder)
+    if unread:
+        messages().print(f"[yellow]not removed[/yellow] {escape(unread)}")
     total = sum(file.length for file in files)
     # The folder is not locked while the question waits: remove() claims it again.
     if files and not yes:
@@ -163,6 +168,8 @@ def purge(
         bar = progress.add_task("removing", total=len(files))
         anyio.run(remove, folder, files, partial(progress.advance, bar))
     output().print(f"{len(files)} chunks removed, {format_size(total)} freed.")
+    if unread:
+        raise typer.Exit(1)
 
 
 def _print_unread(path: Path, error: OSError) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import heapq
 import os
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -35,6 +35,8 @@ READERS = 4
 """Chunks that are read and verified at once."""
 MAX_FAILURES = 20
 """Failures that are listed."""
+Progress = Callable[[float], None]
+"""Receives the part that is done, from 0 to 1."""
 
 
 class ChunkFile(NamedTuple):
@@ -120,96 +122,84 @@ async def verify(
     folder: Path,
     *,
     delete: bool,
-    progress: Callable[[int, int], None],
+    progress: Progress,
     failed: Failed,
     key_file: Path | None = None,
 ) -> Verification:
     """Read and verify every chunk. ``delete`` removes corrupt ones, and requires a folder that is not in use.
 
-    ``progress`` receives the bytes verified, and the bytes of all chunks, ``failed`` unreadable folders.
-    Without ``key_file``, what is encrypted is not decoded. Raises :class:`TierError`.
+    ``failed`` receives unreadable folders. Without ``key_file``, what is encrypted is not decoded. Raises
+    :class:`TierError`.
     """
     keys = None if key_file is None else load_keys(key_file, "--key-file")
-    checked = read = done = encrypted = 0
+    checked = read = encrypted = 0
     unreadable = Failures()
     codecs = {codec.code: codec for codec in Plugins.load().all_codecs().values()}
     corrupt: list[tuple[Path, str]] = []
 
-    async def verify_from_queue() -> None:  # Several at once, from one iterator.
-        nonlocal checked, read, done, encrypted
-        for file in queue:
-            try:
-                async with aiofiles.open(file.path, "rb", buffering=0) as stream:
-                    content = await stream.readall()
-                read += len(content)
-                key = ChunkKey(bytes.fromhex(file.path.stem))
-                encrypted += not _verify(memoryview(content), key, codecs, keys)
-            except FileNotFoundError:
-                # Evicted by a running cache process.
-                continue
-            except (OSError, UnreadableChunk) as error:
-                # Not deleted, as its content is unknown.
-                unreadable.add(file.path, error)
-            except CorruptChunk as error:
-                corrupt.append((file.path, str(error)))
-                if delete:
-                    with suppress(FileNotFoundError):
-                        await aiofiles.os.unlink(file.path)
-            checked += 1
-            done += file.length
-            progress(done, total)
+    async def verify_one(path: Path) -> None:
+        nonlocal checked, read, encrypted
+        try:
+            async with aiofiles.open(path, "rb", buffering=0) as stream:
+                content = await stream.readall()
+            read += len(content)
+            decoded = await to_thread.run_sync(_verify, memoryview(content), _key_of(path), codecs, keys)
+            encrypted += not decoded
+        except FileNotFoundError:
+            # Evicted by a running cache process.
+            return
+        except (OSError, UnreadableChunk) as error:
+            # Not deleted, as its content is unknown.
+            unreadable.add(path, error)
+        except CorruptChunk as error:
+            corrupt.append((path, str(error)))
+            if delete:
+                with suppress(FileNotFoundError):
+                    await aiofiles.os.unlink(path)
+        checked += 1
 
     async with _claimed(folder) if delete else nullcontext():
-        files = [file async for batch in _files(folder, failed) for file in batch]
-        total = sum(file.length for file in files)
-        queue = iter(files)
-        async with open_tasks() as tasks:
-            for _ in range(READERS):
-                tasks.start_soon(verify_from_queue)
+        await _for_each(listed(walk(folder, failed)), verify_one, progress)
     return Verification(checked, read, sorted(corrupt), unreadable, encrypted)
 
 
-async def claimed_chunks(folder: Path) -> list[ChunkFile]:
-    """Return the chunks of a folder that is not in use. Removes leftovers of interrupted writes."""
+async def claimed_chunks(folder: Path) -> tuple[list[ChunkFile], str]:
+    """Return the chunks of a folder that is not in use, and what could not be listed, or nothing.
+
+    Removes leftovers of interrupted writes.
+    """
+    unread = ""
     async with _claimed(folder) as claimed:
         found = [file async for paths in claimed.scan.objects() for file in await _status_of_all(paths)]
+        try:
+            await claimed.scan.check()
+        except IncompleteScan as error:
+            unread = str(error)
     # Those found are below a descriptor, which is closed now.
-    return [
-        file._replace(path=object_path(folder, ChunkKey(bytes.fromhex(file.path.stem)))) for file in found
-    ]
+    return [file._replace(path=object_path(folder, _key_of(file.path))) for file in found], unread
 
 
-async def rekey(
-    folder: Path, key_file: Path, progress: Callable[[float], None], *, plain: bool = False
-) -> Rekeyed:
+async def rekey(folder: Path, key_file: Path, progress: Progress, *, plain: bool = False) -> Rekeyed:
     """Encrypt the chunks again that are not encrypted with the first key of a file.
 
     ``plain``: also those that are not encrypted. The others are decrypted, also with the first key, so that
     none is left that a key of the file does not decrypt. Each file is replaced at once, so a killed process
-    leaves the others as they were: run it again. Requires a folder that is not in use. ``progress`` receives
-    the part that is done, from 0 to 1. Raises :class:`TierError`.
+    leaves the others as they were: run it again. Requires a folder that is not in use. Raises
+    :class:`TierError`.
     """
     keys = load_keys(key_file, "--key-file")
     counts, failed = Counter[str](), Failures()
 
-    async def rekey_from_queue() -> None:  # Several at once, from one iterator.
-        for path in queue:
-            key = ChunkKey(bytes.fromhex(path.stem))
-            counts["all"] += 1
-            try:
-                # Unlike with aiofiles, a cancelled call waits for its thread, so the folder stays locked.
-                counts[await to_thread.run_sync(partial(_rekey_one, claimed, path, keys, plain=plain))] += 1
-            except (OSError, CorruptChunk) as error:
-                failed.add(object_path(folder, key), error)
-            # Keys are hashes, and listed in order.
-            progress(int.from_bytes(key[:2], "big") / (1 << 16))
+    async def rekey_one(path: Path) -> None:
+        counts["all"] += 1
+        try:
+            # Unlike with aiofiles, a cancelled call waits for its thread, so the folder stays locked.
+            counts[await to_thread.run_sync(partial(_rekey_one, claimed, path, keys, plain=plain))] += 1
+        except (OSError, CorruptChunk) as error:
+            failed.add(object_path(folder, _key_of(path)), error)
 
     async with _claimed(folder) as claimed:
-        async for paths in claimed.scan.objects():
-            queue = iter(paths)
-            async with open_tasks() as tasks:
-                for _ in range(READERS):
-                    tasks.start_soon(rekey_from_queue)
+        await _for_each(claimed.scan.objects(), rekey_one, progress)
         try:
             await claimed.scan.check()
         except IncompleteScan as error:
@@ -220,7 +210,6 @@ async def rekey(
 def _rekey_one(
     folder: ObjectFolder, path: Path, keys: Keys, *, plain: bool
 ) -> Literal["changed", "current", "plain"]:
-    key = ChunkKey(bytes.fromhex(path.stem))
     with path.open("rb", buffering=0) as file:
         status, head = os.fstat(file.fileno()), file.read(HEADER_BYTES)
         # The header alone tells of many files that there is nothing to do, or nothing that could be done.
@@ -233,6 +222,7 @@ def _rekey_one(
         content = memoryview(bytearray(status.st_size))
         content[:HEADER_BYTES] = head
         file.readinto(content[HEADER_BYTES:])
+    key = _key_of(path)
     stored = StoredHeader.verify(content, key)
     payload = content[HEADER_BYTES : HEADER_BYTES + stored.stored_bytes]
     tenant = keys.mark_of("")
@@ -279,6 +269,28 @@ async def _claimed(folder: Path) -> AsyncIterator[ObjectFolder]:
         yield claimed
     finally:
         await claimed.close()
+
+
+async def _for_each(
+    batches: AsyncIterator[list[Path]], run: Callable[[Path], Awaitable[None]], progress: Progress
+) -> None:
+    """Run something for each file as it is listed, for :data:`READERS` at once."""
+
+    async def run_from_queue() -> None:  # Several at once, from one iterator.
+        for path in queue:
+            await run(path)
+            # Keys are hashes, and listed in order.
+            progress(int.from_bytes(_key_of(path)[:2], "big") / (1 << 16))
+
+    async for paths in batches:
+        queue = iter(paths)
+        async with open_tasks() as tasks:
+            for _ in range(READERS):
+                tasks.start_soon(run_from_queue)
+
+
+def _key_of(path: Path) -> ChunkKey:
+    return ChunkKey(bytes.fromhex(path.stem))
 
 
 async def _files(folder: Path, failed: Failed) -> AsyncIterator[list[ChunkFile]]:

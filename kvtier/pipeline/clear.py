@@ -35,7 +35,12 @@ class ClearStage:
         self._writer = writer
         hierarchy.memory.sealer.on_corrupt = self._drop_corrupt
 
-    async def clear(self, keys: Sequence[ChunkKey], tiers: Sequence[int]) -> Cleared:
+    async def clear(
+        self,
+        keys: Sequence[ChunkKey],
+        tiers: Sequence[int],
+        reason: RemovalReason = RemovalReason.CLEARED,
+    ) -> Cleared:
         """Remove ``keys`` from ``tiers``. The order of :attr:`Cleared.keys` is undefined."""
         catalog = self._hierarchy.catalog
         others = ~sum(1 << tier for tier in tiers)
@@ -47,7 +52,7 @@ class ClearStage:
             freed += sum(catalog.length(key) for key in ready)
             removed.update(ready)
             catalog.begin_generation(self._leaving(present, tier, others))
-            await self.remove(ready, tier, RemovalReason.CLEARED)
+            await self.remove(ready, tier, reason)
         return Cleared(list(removed), len(removed), freed)
 
     def uncover(self, keys: Sequence[ChunkKey], tier: int) -> None:

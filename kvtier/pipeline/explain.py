@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from itertools import groupby
+from operator import itemgetter
 
 import msgspec
 
 from kvtier.catalog.catalog import ALL_TIERS
 from kvtier.catalog.gone import Gone
 from kvtier.catalog.misses import AGAIN, Miss, MissReason, misses_behind
-from kvtier.catalog.partial_matches import PromptTags, block_tags_of
+from kvtier.catalog.partial_matches import PartialMatch, PromptTags, block_tags_of
 from kvtier.memory.header import object_bytes
 from kvtier.memory.keys import BLOCK_HASH_BYTES, ChunkKey, beginning_of, block_hashes, chunk_keys, root_key
 from kvtier.memory.layout import LAYERS, ChunkLayout
@@ -95,12 +96,19 @@ class MissStage:
         await self._discovering.ask(keys, Expected(namespace, lengths))
         rows, sources = self._hierarchy.catalog.prefix_rows(keys, ALL_TIERS)
         found.taken = len(rows)
-        hits, stop = list[tuple[str, int]](), 0
-        for tier, run in groupby(sources):
-            start, stop = stop, min(stop + sum(1 for _ in run) * chunk, len(tokens))
-            hits.append((self._name(tier), stop - start))
-        misses = self.explain(found, namespace, beginning=beginning_of(tokens, step) if step else b"")
-        return hits, misses_behind(misses, stop, stop, len(tokens))
+        beginning = beginning_of(tokens, step) if step else b""
+        held = [(tier, min(chunk, len(tokens) - at * chunk)) for at, tier in enumerate(sources)]
+        begins = sum(count for _, count in held)
+        like = self._like(found.query, len(rows), beginning)
+        if like is not None and (tiers := self._hierarchy.catalog.tiers(like.key)):
+            found.partial, found.taken = like, found.taken + 1
+            held.append((tiers[0], like.equal * step))
+        hits = [
+            (self._name(tier), sum(count for _, count in run)) for tier, run in groupby(held, itemgetter(0))
+        ]
+        misses = self.explain(found, namespace, beginning=beginning)
+        used = sum(count for _, count in held)
+        return hits, misses_behind(misses, begins, used, len(tokens))
 
     def _reasons(self, found: FoundPrefix, variant: Variant, beginning: bytes) -> Iterator[Miss]:
         """Yield the reason of each chunk behind those that were found whole."""
@@ -112,6 +120,8 @@ class MissStage:
             if key in catalog:
                 # What is held behind a missing chunk is missed for the same reason.
                 broken = broken or self._given_up(found, key)
+            elif (rest := self._rest(found, index, beginning)) is not None:
+                broken = broken or rest
             elif (gone := catalog.gone.find(key)) is not None:
                 broken = self._went(gone)
             else:
@@ -119,6 +129,26 @@ class MissStage:
                 new = new or self._not_answered(found) or self._never_stored(found, index, variant, beginning)
                 broken = new
             yield broken
+
+    def _like(self, query: Query, index: int, beginning: bytes) -> PartialMatch | None:
+        """Return the held chunk that begins like one of a prompt, unless that is by chance."""
+        if query.block_tags is None:
+            return None
+        root, (parent, block_tags) = query.block_tags.root, query.block_tags.after(query.keys[:index])
+        like = self._hierarchy.catalog.partial_matches.like(parent, block_tags) if block_tags else None
+        if like is None or index or like.equal >= SURELY_EQUAL or not beginning:
+            return like
+        return like if root in self._beginnings.get(beginning[:BLOCK_HASH_BYTES], ()) else None
+
+    def _rest(self, found: FoundPrefix, index: int, beginning: bytes) -> Miss | None:
+        """Return why the end of a prompt was not found, if a chunk begins with all its whole blocks."""
+        tags = found.query.block_tags
+        if tags is None or index < len(found.query.keys) - 1:
+            return None
+        like = self._like(found.query, index, beginning)
+        if like is None or index * tags.per_chunk + like.equal < len(tags.block_tags):
+            return None
+        return Miss(MissReason.SHORTER_THAN_A_BLOCK, 0) if found.partial else self._given_up(found, like.key)
 
     def _went(self, gone: Gone) -> Miss:
         """Return why a chunk that is in no tier has gone."""
@@ -158,17 +188,14 @@ class MissStage:
         never = Miss(MissReason.NEVER_STORED, 0)
         if tags is None or not chunk:
             return never
-        catalog = self._hierarchy.catalog
         parent, block_tags = tags.after(found.query.keys[:index])
-        like = catalog.partial_matches.like(parent, block_tags) if block_tags else None
-        if like is not None and not index and like.equal < SURELY_EQUAL and beginning:
-            known = self._beginnings.get(beginning[:BLOCK_HASH_BYTES], {})
-            like = like if tags.root in known else None
+        like = self._like(found.query, index, beginning)
         if like is not None and like.equal < min(like.blocks, len(block_tags)):
             position = index * chunk + like.equal * chunk // tags.per_chunk
             return Miss(MissReason.DIVERGES, 0, position=position, field=AGAIN if like.equal_later else "")
-        if like is None and index and catalog.children(parent):
-            return Miss(MissReason.DIVERGES, 0, position=index * chunk)
+        if like is None and index and self._hierarchy.catalog.children(parent):
+            shorter = Miss(MissReason.SHORTER_THAN_A_BLOCK, 0)
+            return Miss(MissReason.DIVERGES, 0, position=index * chunk) if block_tags else shorter
         if index or like:
             return never
         return self._elsewhere(tags.root, variant, beginning) or never

@@ -29,6 +29,7 @@ from kvtier.pipeline.read import Allocate, Reader
 from kvtier.tiers.batches import batch_size, concurrently, in_batches
 from kvtier.tiers.level import ChunkBytes
 from kvtier.tiers.planner import Transfer
+from kvtier.units import format_size
 
 MAX_OVERFLOW_KEYS = 100_000
 
@@ -205,7 +206,7 @@ class Writer:
         hierarchy, catalog, tier = self._hierarchy, self._hierarchy.catalog, self._hierarchy.tiers[target]
         outcomes = {chunk.key: Outcome.OK for chunk in chunks}
         absent: dict[ChunkKey, ChunkBytes] = {}
-        incoming = 0
+        incoming = dropped = 0
         for chunk in chunks:
             key, length = chunk.key, chunk.lease.length
             if key in absent or catalog.state(key, target) is not State.ABSENT:
@@ -217,6 +218,7 @@ class Writer:
             elif not tier.fits(incoming + length):
                 chunk.lease.release()
                 outcomes[key] = Outcome.FULL
+                dropped += length
                 hierarchy.counts["put_full"] += 1
             else:
                 incoming += length
@@ -224,8 +226,9 @@ class Writer:
         catalog.add_copies(list(absent), target)
         if left := [key for key, outcome in outcomes.items() if outcome is Outcome.FULL]:
             catalog.gone.note(left, MissReason.STORE_FAILED, target)
-            message = "tier %s: no room for %d of %d chunks; they are dropped"
-            hierarchy.warn(f"full {tier.name}", message, tier.name, len(left), len(chunks))
+            message = "tier %s: no room for %s (%d of %d chunks); they are dropped"
+            size = format_size(dropped)
+            hierarchy.warn(f"full {tier.name}", message, tier.name, size, len(left), len(chunks))
         return outcomes, list(absent.values())
 
     def _settle(self, target: int, chunks: Sequence[ChunkBytes], outcomes: Sequence[Outcome]) -> None:

@@ -10,7 +10,7 @@ from pydantic import BaseModel, SecretStr, ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
-from kvtier.settings.sources import nested_model, suggestion
+from kvtier.settings.sources import suggestion
 
 MAX_LINES = 20
 MAX_CHARACTERS = 800
@@ -73,10 +73,16 @@ def _find(details: ErrorDetails, model: type[BaseModel]) -> tuple[type[BaseModel
         if named is not None:  # This part of the key is a name of the user's choice.
             model, field = named, None
             continue
-        nested = nested_model(field) if field is not None else None
-        model = nested or model
+        model = _nested_model(field) or model
         field = model.model_fields.get(part, field) if isinstance(part, str) else field
     return model, field
+
+
+def _nested_model(field: FieldInfo | None) -> type[BaseModel] | None:
+    """Return the model of a nested setting, also of one that may be omitted."""
+    annotation = None if field is None else field.annotation
+    models = (annotation, *get_args(annotation))
+    return next((each for each in models if isinstance(each, type) and issubclass(each, BaseModel)), None)
 
 
 def _model_by_name(field: FieldInfo | None) -> type[BaseModel] | None:

@@ -270,11 +270,6 @@ class Written:
     """Before encoding."""
     stored_bytes: int = 0
 
-    @property
-    def ratio(self) -> float:
-        """How many times fewer bytes were stored; 1.0 before the first."""
-        return self.chunk_bytes / self.stored_bytes if self.stored_bytes else 1.0
-
 
 class _Read(NamedTuple):
     """An object to read: into the chunk's memory, or into ``encoded`` and from there."""

@@ -66,6 +66,8 @@ class Seal:
         """Number of objects found corrupt, and deleted."""
         self.unreadable = 0
         """Number of objects found that were stored with other settings."""
+        self.on_unreadable: Callable[[ChunkKey], None] = lambda _: None
+        """Called with the key of each of them."""
         self._of_others: dict[ChunkKey, float] = {}
         """Those of them in a shared pool, with the time: other hosts can read them."""
         self._backend = backend
@@ -179,6 +181,7 @@ class Seal:
                 self._warn(fault.kind, "deleting corrupt chunk %s: it %s", key.hex()[:16], fault.text)
             else:
                 self.unreadable += 1
+                self.on_unreadable(key)
                 self._warn(fault.kind, "chunk %s is a miss: it %s", key.hex()[:16], fault.text)
                 if self._pool is not None:
                     self._of_others.pop(key, None)

@@ -19,6 +19,7 @@ from anyio.abc import TaskGroup
 from kvtier.backends.base import Backend, GetItem, Outcome, PutItem, StoredObject
 from kvtier.catalog.catalog import Catalog
 from kvtier.catalog.eviction import RemovalReason
+from kvtier.catalog.misses import MissReason
 from kvtier.concurrency.breaker import Backoff
 from kvtier.concurrency.tasks import wait_for_event
 from kvtier.errors import IncompleteScan, KVTierError, MediumReplaced
@@ -148,12 +149,16 @@ class Tier(Level):
             self.seal = Seal(backend, sealer, verify=self.capabilities.arena is None)
         else:
             self.seal = EncodedSeal(backend, sealer, encoder, catalog, index, self.is_full)
+        self.seal.on_unreadable = lambda key: catalog.gone.note([key], MissReason.UNREADABLE, index)
         self._deletions = Deletions(settings.name, backend, kept=self._miss)
         self._tasks = tasks
         self._slots = Slots(settings.concurrency)
         self._batches_returned = 0
         """Number of batches that the medium completed."""
         self._warn = RateLimitedLog(logger)
+        self._warn_full = RateLimitedLog(logger)
+        self._full: str | None = None
+        """What of the last written batch the medium rejected as full."""
         self.reading = ReadCost()
         """The recent cost of reads."""
         self.replaced = anyio.Event()
@@ -223,13 +228,13 @@ class Tier(Level):
 
     def status(self) -> dict[str, object]:
         """Return the state for display and tests."""
-        written, choice = self.written, self.choice
+        choice, ratio = self.choice, self._catalog.ratio(self.index)
         return {
             **super().status(),
             "reading": self.reading.status(),
-            "error": self.breaker.error or self.unseen,
+            "error": self.breaker.error or self._full or self.unseen,
             "unseen_bytes": self.unseen_bytes,
-            **({"codec": self.settings.codec["type"], "ratio": written.ratio} if written else {}),
+            **({"codec": self.settings.codec["type"], "ratio": ratio} if self.written else {}),
             **({"encodes": choice.encodes, "codec_gain": choice.gain} if choice else {}),
             **({"encrypted": True} if self.settings.encrypt else {}),
         }
@@ -354,7 +359,11 @@ class Tier(Level):
         put = partial(self._seal_and_put, put=self.seal.put)
         outcomes = await self._call(put, items, default=Outcome.FAILED)
         results = zip(items, outcomes, strict=True)
-        self._refused_bytes = sum(len(view) for (_, view), outcome in results if outcome is Outcome.FULL)
+        refused = [len(view) for (_, view), outcome in results if outcome is Outcome.FULL]
+        self._refused_bytes, self._full = sum(refused), None
+        if refused:
+            self._full = f"no room for {format_size(sum(refused))} ({len(refused)} of {len(items)} chunks)"
+            self._warn_full("tier %s: its medium has %s; they are dropped", self.name, self._full)
         return outcomes
 
     async def _encode_items(self, items: Sequence[PutItem]) -> Sequence[Outcome]:

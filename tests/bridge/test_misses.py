@@ -13,11 +13,14 @@ from kvtier.bridge import protocol
 from kvtier.bridge.protocol import Hello, Lookup, Outcome, RequestInfo, Reserve, Run, Weights
 from kvtier.bridge.session import EngineSession
 from kvtier.catalog.misses import AGAIN, Miss, MissReason
-from kvtier.catalog.partial_matches import block_tags_of
+from kvtier.catalog.partial_matches import PromptTags, block_tags_of
 from kvtier.memory.keys import ChunkKey, beginning_of, block_hashes, chunk_keys, join_keys, root_key
 from kvtier.memory.layout import ChunkLayout, GroupLayout
 from kvtier.observability.requests import RequestLog
+from kvtier.pipeline.found import Cut, FoundPrefix
+from kvtier.pipeline.query import Query
 from tests.rigs.engine_sessions import NAMESPACE, ROOT, engine_of
+from tests.rigs.waiting import until
 
 pytestmark = pytest.mark.anyio
 
@@ -119,6 +122,48 @@ async def test_evicted_cleared_and_refused_chunks_are_told_apart() -> None:
         store(engine, prompt(1))
         await cache.clear()
         assert reasons(misses(engine, prompt(1))) == [(MissReason.CLEARED, 4 * CHUNK)]
+
+
+async def test_an_end_that_a_longer_chunk_replaced_was_not_cleared() -> None:
+    """The longer chunk is hit up to the last whole block; without it, nothing is."""
+    short, long = prompt(1, CHUNK + 2 * BLOCK + 5), prompt(1, 2 * CHUNK)
+    async with engine_of(LAYOUT) as (engine, cache):
+        store(engine, short)
+        assert reasons(misses(engine, short)) == []
+        store(engine, long)
+        await until(lambda: keys_of(short)[1] not in cache.catalog)
+        assert misses(engine, short) == (CHUNK, [Miss(MissReason.SHORTER_THAN_A_BLOCK, 2 * BLOCK + 5)])
+        assert await cache.explain_prompt(NAMESPACE, LAYOUT, short) == (
+            [("ram", CHUNK + 2 * BLOCK)],
+            [Miss(MissReason.SHORTER_THAN_A_BLOCK, 5)],
+        )
+        await cache.clear([keys_of(long)[1]])
+        assert reasons(misses(engine, short)) == [(MissReason.REPLACED, 2 * BLOCK + 5)]
+        await cache.clear()
+        assert reasons(misses(engine, short)) == [
+            (MissReason.CLEARED, CHUNK),
+            (MissReason.REPLACED, 2 * BLOCK + 5),
+        ]
+
+
+@pytest.mark.parametrize("blocks", [0, 2])
+async def test_the_end_of_a_beginning_is_shorter_than_a_block(blocks: int) -> None:
+    async with engine_of(LAYOUT) as (engine, _):
+        store(engine, prompt(1))
+        length = CHUNK + blocks * BLOCK + 5
+        found = misses(engine, prompt(1, length))
+        assert found == (CHUNK, [Miss(MissReason.SHORTER_THAN_A_BLOCK, length - CHUNK)])
+
+
+async def test_an_end_that_comes_too_late_is_missed_for_that() -> None:
+    async with engine_of(LAYOUT) as (engine, cache):
+        store(engine, prompt(1))
+        tokens = prompt(1, CHUNK + 2 * BLOCK + 5)
+        tags = PromptTags(ROOT, block_tags_of(block_hashes(tokens, BLOCK)), CHUNK // BLOCK)
+        found = FoundPrefix(Query(keys_of(tokens), len(tokens), block_tags=tags))
+        found.taken, found.chunk_tokens, found.cut = 1, CHUNK, Cut(MissReason.TOO_LATE, 0, 2.0)
+        [miss] = cache.explain(found)
+        assert (miss.reason, miss.tokens) == (MissReason.TOO_LATE, 2 * BLOCK + 5)
 
 
 async def test_a_save_that_did_not_end_and_one_without_room_have_failed() -> None:
@@ -223,7 +268,8 @@ async def test_a_prompt_is_explained_without_a_request() -> None:
         assert (hits, found) == ([("ram", 2 * CHUNK)], [Miss(NEW, CHUNK + 7)])
         other = [*prompt(1)[:BLOCK], 5, *prompt(1)[BLOCK + 1 : 2 * CHUNK]]
         hits, [miss] = await cache.explain_prompt(NAMESPACE, LAYOUT, other)
-        assert (hits, miss.reason, miss.position) == ([], MissReason.DIVERGES, BLOCK)
+        assert (hits, miss.reason, miss.position) == ([("ram", BLOCK)], MissReason.DIVERGES, BLOCK)
+        assert miss.tokens == 2 * CHUNK - BLOCK
         assert await cache.explain_prompt(NAMESPACE, LAYOUT, []) == ([], [])
         assert cache.counts["looked_up"] == counted
 

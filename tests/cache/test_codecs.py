@@ -86,9 +86,9 @@ async def test_auto(
     async with TieredCache.open(with_codec(settings, "auto", ssd=ssd)) as cache:
         for seed in range(2):
             await store(cache, prompt(TOKENS, seed))
-        written = cache.lower[0].written
-        assert written is not None
-        assert (written.ratio > 1.3) == encodes
+        ratio = cache.catalog.ratio(1)
+        assert ratio is not None
+        assert (ratio > 1.3) == encodes
         status = cache.lower[0].status()
         assert (status["codec"], status["encodes"], status["codec_gain"]) == ("auto", encodes, gain)
         assert cache.catalog.used(1) == sum(sizes(tmp_path / "ssd"))
@@ -122,6 +122,24 @@ async def test_what_was_stored_before_is_encoded_when_idle(
             assert await check(cache, prompt(TOKENS, seed)) == TOKENS
     async with TieredCache.open(with_codec(settings, "lossless")) as cache:
         assert await check(cache, prompt(TOKENS, 2)) == TOKENS
+
+
+async def test_status_shows_the_ratio_of_what_is_held(
+    settings: MakeSettings, prompt: Prompt, tmp_path: Path
+) -> None:
+    async with TieredCache.open(with_codec(settings, "lossless")) as cache:
+        assert cache.lower[0].status()["ratio"] is None
+        await store(cache, prompt(TOKENS))
+    async with TieredCache.open(with_codec(settings, "lossless")) as cache:
+        held = sizes(tmp_path / "ssd")
+        ratio = CHUNK_OBJECT_BYTES * len(held) / sum(held)
+        assert ratio > 1.3
+        assert cache.lower[0].status()["ratio"] == pytest.approx(ratio)
+        await cache.clear(cache.catalog.keys(1)[1:])
+        [left] = sizes(tmp_path / "ssd")
+        assert cache.lower[0].status()["ratio"] == pytest.approx(CHUNK_OBJECT_BYTES / left)
+        await cache.clear()
+        assert cache.lower[0].status()["ratio"] is None
 
 
 async def test_nothing_is_encoded_on_a_busy_machine(

@@ -117,7 +117,21 @@ async def test_full_tier(settings: MakeSettings, prompt: Prompt, log: Log) -> No
     async with TieredCache.open(settings(ssd=2), plugins=BUILT_IN) as cache:
         store(cache, prompt(1024))
         assert await cache.drain(10)
-        assert log("tier ssd: no room for 2 of 4 chunks; they are dropped")
+        assert log("tier ssd: no room for 40KiB (2 of 4 chunks); they are dropped")
+
+
+async def test_full_medium(settings: MakeSettings, prompt: Prompt, log: Log) -> None:
+    async with opened(settings, "away", shared=False) as harness:
+        harness.sources["away"].faults.fault = Fault.FULL
+        store(harness.cache, prompt(1024))
+        assert await harness.cache.drain(10)
+        full = "no room for 80KiB (4 of 4 chunks)"
+        assert log("tier away: its medium has") == [f"tier away: its medium has {full}; they are dropped"]
+        assert harness.tier("away").status()["error"] == full
+        harness.sources["away"].faults.fault = None
+        store(harness.cache, prompt(1024, 1))
+        assert await harness.cache.drain(10)
+        assert harness.tier("away").status()["error"] is None
 
 
 async def test_full_write_queue(

@@ -200,6 +200,21 @@ def test_end_that_is_declined_is_remembered_with_what_is_stored() -> None:
     assert (visit.held, visit.added) == (2, 5)
 
 
+@pytest.mark.usefixtures("implementation")
+def test_what_is_around_a_declined_part_is_offered_once_it_stands_alone() -> None:
+    keys = prompt_of(1, 6)
+    policy = ResumePolicy.factory(ResumePolicy.settings_type(type="resume"), CAPACITY * LENGTH)
+    catalog = Catalog([policy, policy])
+    catalog.add_chain(keys[:4], 1, [LENGTH] * 4, State.READY)
+    catalog.report_missed(keys)
+    catalog.add_chain(keys[:2], 0, [LENGTH] * 2, State.READY)
+    catalog.decline(0, catalog.incoming_prompt(keys[2:4], [LENGTH] * 2, keys[1]))
+    catalog.add_chain(keys[4:], 0, [LENGTH] * 2, State.READY, keys[3])
+    assert sorted(catalog.victims(0)) == sorted(keys[:2] + keys[4:])
+    catalog.remove_all(keys[:3:-1], 0)
+    assert catalog.victims(0) == keys[1::-1]
+
+
 def test_declined_prompts_count_as_waited_for() -> None:
     """Otherwise those of a kind that is declined would never be known to come back, or not to."""
     tier, keys = tier_of(), prompt_of(1, 5)

@@ -9,6 +9,7 @@ import pytest
 
 from kvtier.bridge import protocol
 from kvtier.bridge.client import SchedulerBridge, WorkerBridge
+from kvtier.cli import cache_process as commands
 from kvtier.memory.keys import chunk_keys, root_key
 from kvtier.memory.layout import namespace
 from kvtier.testing.servers import free_port
@@ -56,6 +57,27 @@ def test_status_has_tables_and_json(kvtier: Kvtier, tmp_path: Path) -> None:
     assert f"{peer}  -         not connected" in result.output
     assert f"{url}  not connected" in result.output
     assert "connections from peers  0" in result.output
+
+
+@pytest.mark.parametrize(
+    ("counts", "shown"),
+    [
+        ({}, ""),
+        (
+            {"put_failed": 3, "put_full": 4},
+            "7 writes of chunks to lower tiers failed, 4 of them without room.",
+        ),
+        ({"not_admitted": 2}, "2 chunks were dropped, because no lower tier admits them."),
+    ],
+)
+def test_status_counts_chunks_that_were_not_written(counts: dict[str, int], shown: str) -> None:
+    report = {
+        **dict.fromkeys(("pid", "instance", "pending_bytes", "flights", "pinned_chunks"), 0),
+        "placement": dict.fromkeys(("cpus", "memory_policy", "memory_nodes"), ""),
+        "counts": counts,
+    }
+    _, end = commands._headline(report, Path("socket")).split("NUMA nodes .")
+    assert end.strip() == shown
 
 
 @pytest.mark.parametrize("tenants", [{"team-a": {"share": 0.25, "max": 0.5}, "other": {"max": 0.75}}, {}])

@@ -67,8 +67,18 @@ def config(folder: Path, name: str = "other.yaml", **settings: Any) -> Path:
 
 
 def test_without_a_cache_process(checks: Checks, tmp_path: Path) -> None:
+    (check,) = checks("-c", config(tmp_path))
+    assert check["status"] == "ok"
+    assert check["found"].endswith("; an engine starts one")
+
+
+def test_without_the_cache_process_that_engines_only_connect_to(checks: Checks, tmp_path: Path) -> None:
     (check,) = checks("-c", config(tmp_path, socket=str(tmp_path / "none.sock")))
-    assert (check["status"], check["found"]) == ("ok", f"none on {tmp_path}/none.sock; an engine starts one")
+    assert (check["status"], check["found"], check["remedy"]) == (
+        "warn",
+        f"none on {tmp_path}/none.sock; engines start none there",
+        "start one: kvtier serve",
+    )
 
 
 def test_socket_that_nobody_serves(checks: Checks, tmp_path: Path) -> None:

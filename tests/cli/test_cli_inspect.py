@@ -283,8 +283,38 @@ def test_rekey_of_a_folder_without_chunks(kvtier: Kvtier, tmp_path: Path, key_fi
 
 def test_purge_knows_its_files_by_their_folder(folder: Path) -> None:
     """Not below a descriptor, which may be another folder's by then."""
-    found = anyio.run(inspect_files.claimed_chunks, folder)
+    found, _ = anyio.run(inspect_files.claimed_chunks, folder)
     assert sorted(file.path for file in found) == sorted(chunks(folder))
+
+
+def test_purge_names_what_it_cannot_list(
+    kvtier: Kvtier, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lost, real = chunks(folder)[0].parent, os.scandir
+
+    def scandir(path: Any) -> Any:
+        if Path(path).name == lost.name:
+            raise OSError(errno.EIO, "Input/output error", str(path))
+        return real(path)
+
+    monkeypatch.setattr(os, "scandir", scandir)
+    result = kvtier("inspect", "purge", folder, "--yes")
+    assert result.status == 1
+    assert "0 chunks removed" in result.output
+    errors = "".join(result.errors.split())
+    assert f"notremoved1foldersand0filesin{folder}" in errors
+    assert f"{lost}(Input/outputerror)" in errors
+
+
+def test_verify_decodes_in_threads(kvtier: Kvtier, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    together, real = threading.Barrier(3), inspect_files._verify
+
+    def wait(*arguments: Any) -> bool:
+        together.wait(TIMEOUT_SECONDS)
+        return real(*arguments)
+
+    monkeypatch.setattr(inspect_files, "_verify", wait)
+    assert kvtier("inspect", "verify", folder).status == 0
 
 
 def test_purge_asks_for_confirmation(kvtier: Kvtier, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -552,25 +582,33 @@ def test_rekey_reads_several_at_once(rekey: Rekey, folder: Path, monkeypatch: py
 
 
 @pytest.mark.usefixtures("encrypted")
-def test_rekey_lists_while_it_encrypts(rekey: Rekey, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("command", "function"), [("rekey", "_rekey_one"), ("verify", "_verify")])
+def test_files_are_listed_meanwhile(
+    kvtier: Kvtier,
+    folder: Path,
+    key_file: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    command: str,
+    function: str,
+) -> None:
     """A list of ten million files would take gigabytes, and nothing would happen until it is there."""
     store(folder, 0x1000)
     events = []
-    scandir, one = os.scandir, inspect_files._rekey_one
+    scandir, one = os.scandir, getattr(inspect_files, function)
 
     def listed(path: Any) -> Any:
         events.append(Path(path).name)
         return scandir(path)
 
-    def encrypted(*arguments: Any, **named: Any) -> Any:
-        events.append("encrypted")
+    def noted(*arguments: Any, **named: Any) -> Any:
+        events.append(command)
         return one(*arguments, **named)
 
     monkeypatch.setattr("kvtier.backends.disk.scan.LISTED_AT_ONCE", 1)
     monkeypatch.setattr(os, "scandir", listed)
-    monkeypatch.setattr(inspect_files, "_rekey_one", encrypted)
-    assert "4 chunks" in rekey().output
-    assert events[1:] == ["000", "encrypted", "encrypted", "encrypted", "100", "encrypted"]
+    monkeypatch.setattr(inspect_files, function, noted)
+    assert "4 chunks" in kvtier("inspect", command, folder, "--key-file", key_file).output
+    assert events[1:] == ["000", command, command, command, "100", command]
 
 
 KILLED = """
@@ -676,6 +714,7 @@ def test_verify_keeps_what_has_an_unknown_key(
     [
         ({}, ""),
         ({"codec": "lossless", "ratio": 1.414}, " (lossless 1.41)"),
+        ({"codec": "lossless", "ratio": None}, " (lossless)"),
         ({"codec": "identity", "ratio": 1.0, "encrypted": True}, " (encrypted)"),
         (
             {"codec": "auto", "ratio": 1.08, "encodes": False, "codec_gain": 0.69},

@@ -55,6 +55,11 @@ def test_unknown_nested_setting(write_file: WriteFile) -> None:
     assert message.endswith("is not a setting: did you mean prefetch.policy?")
 
 
+def test_unknown_setting_in_one_that_may_be_omitted(write_file: WriteFile) -> None:
+    message = load_error(file=write_file("peer: {tls: {certificat: /x}}"))
+    assert "is not a setting: did you mean peer.tls.certificate?" in message
+
+
 def test_empty_path_is_rejected(plugins: Plugins) -> None:
     """An unset shell variable expands to an empty path, which must not mean the current folder."""
     assert "the path is empty" in load_error({"socket": ""})
@@ -277,6 +282,11 @@ def test_file_does_not_exist(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
             [RAM | {"eviction": "mru"}],
             "tiers[0].eviction",
             "unknown eviction policy 'mru': use one of lru,",
+        ),
+        (
+            [RAM, SSD | {"encrypt": {"key_file": "/x", "key_fil": "/x"}}],
+            "tiers[1].encrypt.key_fil",
+            "is not a setting: did you mean tiers[1].encrypt.key_file?",
         ),
         ([RAM, SSD | {"pth": "/x"}], "tiers[1].pth", "is not a setting: did you mean tiers[1].path?"),
         ([RAM | {"name": "my ram"}], "tiers[0].name", "for example ram"),

@@ -15,10 +15,12 @@ from kvtier import Settings, SettingsError, TieredCache
 from kvtier.backends.base import Backend, Outcome
 from kvtier.catalog.catalog import Catalog, State
 from kvtier.catalog.hints import ChunkHints
+from kvtier.catalog.misses import MissReason
 from kvtier.catalog.policies.lru import LruPolicy
 from kvtier.errors import TierError, UnreadableChunk
 from kvtier.memory.header import HEADER_BYTES, ChunkHeader, StoredHeader, object_bytes
 from kvtier.memory.keys import ChunkKey
+from kvtier.pipeline.query import Query
 from kvtier.plugins import Plugins
 from kvtier.testing.backend import make_key
 from kvtier.testing.noise import noise
@@ -413,8 +415,15 @@ async def test_a_cache_with_an_encrypted_disk(tmp_path: Path) -> None:
             out = bytearray(len(kv))
             assert await cache.model(codec, token_bytes=64).retrieve(tokens, out) == len(tokens)
             assert out == kv
-    async with TieredCache.open(settings()) as cache:
-        assert await cache.model("identity", token_bytes=64).retrieve(tokens, bytearray(len(kv))) == 0
+    keys.write_text(f"8 {KEY}\n")
+    for more, codec in ({"encrypt": encrypt}, "lossless"), ({}, "identity"):
+        async with TieredCache.open(settings(**more)) as cache:
+            model = cache.model(codec, token_bytes=64)
+            assert await model.retrieve(tokens, bytearray(len(kv))) == 0
+            found = cache.look_up(Query(model.keys(tokens), len(tokens)))
+            [miss] = cache.explain(found)
+            assert (miss.reason, miss.tier) == (MissReason.UNREADABLE, "ssd")
+            assert cache.tiers[1].unreadable == 4
 
 
 def test_the_catalog_knows_whose_a_chunk_is() -> None:

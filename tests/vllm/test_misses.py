@@ -155,6 +155,14 @@ def test_new_and_growing_prompts(watched: Watched) -> None:
     assert set(grown) <= {"never_stored", "shorter_than_a_block"}
 
 
+def test_an_end_that_a_longer_prompt_has_replaced(watched: Watched) -> None:
+    watched.store(prompt(LENGTH))
+    watched.store(prompt(LENGTH) + prompt(500, start=9000))
+    rest = LENGTH % watched.engine.block_tokens
+    assert rest
+    assert watched.generate(prompt(LENGTH)) == {"shorter_than_a_block": rest}
+
+
 def test_a_date_in_the_template(watched: Watched) -> None:
     """The first 300 tokens are the same, then there is a date, and then the same again."""
     template = prompt(LENGTH)

@@ -208,12 +208,12 @@ class AdaptivePolicy(EvictionPolicy):
         return [row for order in self._orders for row in order.returning(now)]
 
     def removed(self, rows: Sequence[int], reason: RemovalReason) -> None:
-        """Remove chunks from all orders, and those that were cleared from the shadow caches."""
+        """Remove chunks from all orders, and from the shadow caches those that did not have to leave."""
         for order in self._orders:
             order.removed(rows, reason)
         for row in rows:
             self._held[row] = 0
-        if reason is RemovalReason.CLEARED:
+        if reason in (RemovalReason.CLEARED, RemovalReason.REPLACED):
             keys = self._chunks.keys_of(rows)
             cleared = list(compress(keys, POLICY_SAMPLE.of(keys, self._threshold)))
             for shadow in self._shadows:

@@ -117,6 +117,8 @@ class Visits:
 
     def give(self, visit: int, rows: Sequence[int]) -> None:
         """Add consecutive rows below the visit's own, which no other visit has."""
+        if self.counts[visit] and self.tails[visit] != self._chunks.parents[rows[0]]:
+            self._split(visit, self.tails[visit])  # What is between was declined.
         of_row = self.of_row
         for row in rows:
             of_row[row] = visit
@@ -165,15 +167,14 @@ class Visits:
         return emptied
 
     def _cut(self, visit: int, above: int) -> None:
-        """Restore the path of a visit that has lost the rows below one of its own.
-
-        If it has further ones below those, the rows from ``above`` upwards get a visit of their own.
-        """
+        """Restore the path of a visit that has lost the rows below one of its own."""
         if self.visit(self.tails[visit]) != visit:
             self.tails[visit] = above
-            return
-        if self.tails[visit] == above:
-            return
+        elif self.tails[visit] != above:
+            self._split(visit, above)
+
+    def _split(self, visit: int, above: int) -> None:
+        """Give the rows of a visit from ``above`` upwards a visit of their own, so that each has one path."""
         split = self.new(self.since[visit], self.rings[visit])
         self.typical[split], self.endings[split] = self.typical[visit], self.endings[visit]
         self.marks[split] = self.marks[visit]
@@ -195,10 +196,7 @@ class Visits:
                 return
 
     def lose(self, row: int) -> int:
-        """Remove a row from its visit, and return that one.
-
-        The rows above get a visit of their own if some below remain, so that each visit has one path.
-        """
+        """Remove a row from its visit, and return that one."""
         visit = self.of_row[row]
         self.of_row[row] = NONE
         self.counts[visit] -= 1
