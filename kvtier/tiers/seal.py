@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Container, Sequence
 from functools import cached_property, partial
 from typing import Any, NamedTuple, TypeVar
 
@@ -68,6 +68,8 @@ class Seal:
         """Number of objects found that were stored with other settings."""
         self._of_others: dict[ChunkKey, float] = {}
         """Those of them in a shared pool, with the time: other hosts can read them."""
+        self._known: Container[int] = (IDENTITY,)
+        """The codes of payloads that can be read."""
         self._backend = backend
         self._sealer = sealer or Sealer()
         self._verify = verify
@@ -163,12 +165,8 @@ class Seal:
             raise CorruptChunk("holds chunk {}", header.chunk.key.hex()[:16])
         if header.object_bytes != stored.length:
             raise CorruptChunk("is {} bytes for a payload of {}", stored.length, header.stored_bytes)
-        if not self._can_read(header.codec):
+        if header.codec not in self._known:
             raise UnreadableChunk("is encoded by codec {}", header.codec)
-
-    def _can_read(self, codec: int) -> bool:
-        """Whether payloads with this code can be read."""
-        return codec == IDENTITY
 
     async def _remove(self, faulty: Sequence[tuple[ChunkKey, Fault]]) -> None:
         """Delete corrupt objects, and those that cannot be read, unless other hosts can."""
