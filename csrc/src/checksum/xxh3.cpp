@@ -8,7 +8,6 @@
 #include <stdexcept>
 
 #include "kvtier/checksum.hpp"
-#include "kvtier/cpu.hpp"
 
 #if defined(__x86_64__)
 // GCC 12's own intrinsics for AVX-512 begin with a variable that they do not initialize.

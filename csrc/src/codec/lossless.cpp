@@ -7,7 +7,6 @@
 #include <stdexcept>
 #include <utility>
 
-#include "kvtier/cpu.hpp"
 #include "planes.hpp"
 #include "reader.hpp"
 
@@ -43,12 +42,8 @@ constexpr unsigned skipped = 3;
 // Memory for the planes of one segment.
 struct Planes {
     alignas(64) std::array<std::array<std::uint8_t, max_symbols>, planes_count> bytes;
-    std::array<std::uint8_t*, planes_count> at;
+    std::uint8_t* at[planes_count] = {bytes[0].data(), bytes[1].data(), bytes[2].data(), bytes[3].data()};
     std::array<unsigned, planes_count> skip{};
-
-    Planes() {
-        for (std::size_t plane = 0; plane < planes_count; ++plane) at[plane] = bytes[plane].data();
-    }
 };
 
 // The codes of a plane: that of a symbol is its place.
@@ -147,7 +142,7 @@ std::size_t write_codes(std::uint8_t* plane, std::size_t count, const Table& tab
 bool encode_segment(Source segment, Planes& planes, Writer& out, const Kernels& kernels) {
     const std::uint8_t* const begin = out.at();
     const std::size_t count = segment.size() / 4;
-    kernels.split(segment.data(), count, planes.at.data());
+    kernels.split(segment.data(), 0, count, planes.at);
     std::array<Table, planes_count> tables;
     bool gains = false;
     for (std::size_t plane = 0; plane < planes_count; ++plane) {
@@ -208,29 +203,28 @@ void decode_segment(Target segment, Planes& planes, Reader& in, const Kernels& k
         }
         bytes[plane] = planes.at[plane];
     }
-    kernels.merge(bytes.data(), count, segment.data());
+    kernels.merge(bytes.data(), 0, count, segment.data());
     std::memcpy(segment.data() + 4 * count, in.take(segment.size() - 4 * count).data(), segment.size() - 4 * count);
 }
 
-}  // namespace
-
-std::vector<const Kernels*> kernels() {
-    std::vector<const Kernels*> found;
+const Kernels& fastest([[maybe_unused]] Vectors limit) {
 #if defined(__x86_64__)
-    if (cpu::features().avx512_bytes) found.push_back(&avx512_kernels);
-    if (cpu::features().avx2) found.push_back(&avx2_kernels);
+    if (limit == Vectors::avx512 && cpu::features().avx512_bytes) return avx512_kernels;
+    if (limit != Vectors::none && cpu::features().avx2) return avx2_kernels;
 #endif
-    found.push_back(&portable_kernels);
-    return found;
+    return portable_kernels;
 }
+
+}  // namespace
 
 std::size_t max_encoded(std::size_t length) {
     // The last segment may have been written with more bytes than it had, before that is noticed.
     return length + (length / segment_bytes + 1) * sizeof(std::uint32_t) + 2 * segment_bytes;
 }
 
-std::size_t encode(std::span<const std::uint8_t> source, std::span<std::uint8_t> target, const Kernels& kernels) {
+std::size_t encode(Source source, Target target, Vectors limit) {
     if (target.size() < max_encoded(source.size())) throw std::invalid_argument("the target is too short");
+    const Kernels& kernels = fastest(limit);
     Planes planes;
     Writer out(target.data());
     for (; !source.empty(); source = source.subspan(std::min(segment_bytes, source.size()))) {
@@ -244,7 +238,8 @@ std::size_t encode(std::span<const std::uint8_t> source, std::span<std::uint8_t>
     return static_cast<std::size_t>(out.at() - target.data());
 }
 
-void decode(std::span<const std::uint8_t> source, std::span<std::uint8_t> target, const Kernels& kernels) {
+void decode(Source source, Target target, Vectors limit) {
+    const Kernels& kernels = fastest(limit);
     Planes planes;
     Reader in(source);
     while (!target.empty()) {

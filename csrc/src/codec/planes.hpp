@@ -18,11 +18,10 @@ inline constexpr unsigned max_bits = 7;
 inline constexpr std::size_t planes_count = 4;
 
 struct Kernels {
-    const char* name;
-    // Divide `count` words into planes. Reads nothing behind them.
-    void (*split)(const std::uint8_t* words, std::size_t count, std::uint8_t* const* planes);
+    // Divide words into planes, from word `at` to `count`. Reads nothing behind them.
+    void (*split)(const std::uint8_t* words, std::size_t at, std::size_t count, std::uint8_t* const* planes);
     // The inverse of split.
-    void (*merge)(const std::uint8_t* const* planes, std::size_t count, std::uint8_t* words);
+    void (*merge)(const std::uint8_t* const* planes, std::size_t at, std::size_t count, std::uint8_t* words);
     // Write the code of each symbol with `bits` bits, and the symbols without one to `escapes`; return how many these
     // are. `count` is a multiple of `group`. May write `group` bytes behind codes and escapes.
     std::size_t (*pack)(const std::uint8_t* plane, std::size_t count, unsigned bits, const std::uint8_t* codes_of,

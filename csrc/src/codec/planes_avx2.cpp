@@ -46,14 +46,13 @@ KVTIER_INLINE void transpose(__m256i* rows) {
     rows[3] = _mm256_unpackhi_epi64(b, d);
 }
 
-KVTIER_TARGET void split(const std::uint8_t* words, std::size_t count, std::uint8_t* const* planes) {
-    const std::size_t whole = count / half * half;
+KVTIER_TARGET void split(const std::uint8_t* words, std::size_t at, std::size_t count, std::uint8_t* const* planes) {
     const __m256i order = _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7);
-    for (std::size_t at = 0; at < whole; at += half, words += 4 * half) {
+    for (; at + half <= count; at += half) {
         __m256i rows[planes_count];
 #pragma GCC unroll 4
         for (std::size_t row = 0; row < planes_count; ++row) {
-            const __m256i word = load(words + 32 * row);
+            const __m256i word = load(words + 4 * at + 32 * row);
             const __m256i rotated = _mm256_or_si256(_mm256_slli_epi32(word, 1), _mm256_srli_epi32(word, 31));
             rows[row] = _mm256_shuffle_epi8(rotated, by_plane());
         }
@@ -63,15 +62,12 @@ KVTIER_TARGET void split(const std::uint8_t* words, std::size_t count, std::uint
             store(planes[row] + at, _mm256_permutevar8x32_epi32(rows[row], order));
         }
     }
-    std::uint8_t* rest[planes_count];
-    for (std::size_t plane = 0; plane < planes_count; ++plane) rest[plane] = planes[plane] + whole;
-    portable_kernels.split(words, count - whole, rest);
+    portable_kernels.split(words, at, count, planes);
 }
 
-KVTIER_TARGET void merge(const std::uint8_t* const* planes, std::size_t count, std::uint8_t* words) {
-    const std::size_t whole = count / half * half;
+KVTIER_TARGET void merge(const std::uint8_t* const* planes, std::size_t at, std::size_t count, std::uint8_t* words) {
     const __m256i order = _mm256_setr_epi32(0, 2, 4, 6, 1, 3, 5, 7);
-    for (std::size_t at = 0; at < whole; at += half, words += 4 * half) {
+    for (; at + half <= count; at += half) {
         __m256i rows[planes_count];
 #pragma GCC unroll 4
         for (std::size_t row = 0; row < planes_count; ++row) {
@@ -82,12 +78,10 @@ KVTIER_TARGET void merge(const std::uint8_t* const* planes, std::size_t count, s
         for (std::size_t row = 0; row < planes_count; ++row) {
             const __m256i rotated = _mm256_shuffle_epi8(rows[row], by_plane());
             const __m256i word = _mm256_or_si256(_mm256_srli_epi32(rotated, 1), _mm256_slli_epi32(rotated, 31));
-            store(words + 32 * row, word);
+            store(words + 4 * at + 32 * row, word);
         }
     }
-    const std::uint8_t* rest[planes_count];
-    for (std::size_t plane = 0; plane < planes_count; ++plane) rest[plane] = planes[plane] + whole;
-    portable_kernels.merge(rest, count - whole, words);
+    portable_kernels.merge(planes, at, count, words);
 }
 
 // Eight codes of one byte each become `bits` bytes at the start of each word, then all of them consecutive.
@@ -169,7 +163,7 @@ KVTIER_TARGET std::ptrdiff_t unpack(const std::uint8_t* codes, std::size_t count
 
 }  // namespace
 
-const Kernels avx2_kernels{"avx2", split, merge, pack, unpack};
+const Kernels avx2_kernels{split, merge, pack, unpack};
 
 }  // namespace kvtier::codec
 

@@ -59,28 +59,24 @@ KVTIER_INLINE void transpose(__m512i* rows) {
     rows[3] = _mm512_shuffle_i32x4(b, d, 0xdd);
 }
 
-KVTIER_TARGET void split(const std::uint8_t* words, std::size_t count, std::uint8_t* const* planes) {
-    const std::size_t whole = count / group * group;
-    for (std::size_t at = 0; at < whole; at += group, words += 4 * group) {
+KVTIER_TARGET void split(const std::uint8_t* words, std::size_t at, std::size_t count, std::uint8_t* const* planes) {
+    for (; at + group <= count; at += group) {
         __m512i rows[planes_count];
 #pragma GCC unroll 4
         for (std::size_t row = 0; row < planes_count; ++row) {
             // Hardware prefetchers stop at the end of a page.
-            __builtin_prefetch(words + 64 * row + 4096);
-            rows[row] = _mm512_permutexvar_epi8(load(by_plane.at), _mm512_rol_epi32(load(words + 64 * row), 1));
+            __builtin_prefetch(words + 4 * at + 64 * row + 4096);
+            rows[row] = _mm512_permutexvar_epi8(load(by_plane.at), _mm512_rol_epi32(load(words + 4 * at + 64 * row), 1));
         }
         transpose(rows);
 #pragma GCC unroll 4
         for (std::size_t row = 0; row < planes_count; ++row) store(planes[row] + at, rows[row]);
     }
-    std::uint8_t* rest[planes_count];
-    for (std::size_t plane = 0; plane < planes_count; ++plane) rest[plane] = planes[plane] + whole;
-    portable_kernels.split(words, count - whole, rest);
+    portable_kernels.split(words, at, count, planes);
 }
 
-KVTIER_TARGET void merge(const std::uint8_t* const* planes, std::size_t count, std::uint8_t* words) {
-    const std::size_t whole = count / group * group;
-    for (std::size_t at = 0; at < whole; at += group, words += 4 * group) {
+KVTIER_TARGET void merge(const std::uint8_t* const* planes, std::size_t at, std::size_t count, std::uint8_t* words) {
+    for (; at + group <= count; at += group) {
         __m512i rows[planes_count];
 #pragma GCC unroll 4
         for (std::size_t row = 0; row < planes_count; ++row) rows[row] = load(planes[row] + at);
@@ -88,12 +84,10 @@ KVTIER_TARGET void merge(const std::uint8_t* const* planes, std::size_t count, s
 #pragma GCC unroll 4
         for (std::size_t row = 0; row < planes_count; ++row) {
             const __m512i merged = _mm512_permutexvar_epi8(load(by_word.at), rows[row]);
-            store(words + 64 * row, _mm512_ror_epi32(merged, 1));
+            store(words + 4 * at + 64 * row, _mm512_ror_epi32(merged, 1));
         }
     }
-    const std::uint8_t* rest[planes_count];
-    for (std::size_t plane = 0; plane < planes_count; ++plane) rest[plane] = planes[plane] + whole;
-    portable_kernels.merge(rest, count - whole, words);
+    portable_kernels.merge(planes, at, count, words);
 }
 
 // Eight codes of one byte each become `bits` bytes at the start of each word, then all of them consecutive.
@@ -156,7 +150,7 @@ KVTIER_TARGET std::ptrdiff_t unpack(const std::uint8_t* codes, std::size_t count
 
 }  // namespace
 
-const Kernels avx512_kernels{"avx512", split, merge, pack, unpack};
+const Kernels avx512_kernels{split, merge, pack, unpack};
 
 }  // namespace kvtier::codec
 

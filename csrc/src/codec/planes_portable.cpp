@@ -9,8 +9,8 @@ namespace {
 
 static_assert(std::endian::native == std::endian::little, "reads little-endian values without conversion");
 
-void split(const std::uint8_t* words, std::size_t count, std::uint8_t* const* planes) {
-    for (std::size_t at = 0; at < count; ++at) {
+void split(const std::uint8_t* words, std::size_t at, std::size_t count, std::uint8_t* const* planes) {
+    for (; at < count; ++at) {
         std::uint32_t word;
         std::memcpy(&word, words + 4 * at, 4);
         word = std::rotl(word, 1);
@@ -20,8 +20,8 @@ void split(const std::uint8_t* words, std::size_t count, std::uint8_t* const* pl
     }
 }
 
-void merge(const std::uint8_t* const* planes, std::size_t count, std::uint8_t* words) {
-    for (std::size_t at = 0; at < count; ++at) {
+void merge(const std::uint8_t* const* planes, std::size_t at, std::size_t count, std::uint8_t* words) {
+    for (; at < count; ++at) {
         std::uint32_t word = 0;
         for (std::size_t plane = 0; plane < planes_count; ++plane) {
             word |= static_cast<std::uint32_t>(planes[plane][at]) << (8 * plane);
@@ -71,6 +71,6 @@ std::ptrdiff_t unpack(const std::uint8_t* codes, std::size_t count, unsigned bit
 
 }  // namespace
 
-const Kernels portable_kernels{"portable", split, merge, pack, unpack};
+const Kernels portable_kernels{split, merge, pack, unpack};
 
 }  // namespace kvtier::codec
