@@ -11,7 +11,6 @@ namespace kvtier::bindings {
 
 namespace {
 
-using ReadOnlyBytes = nb::ndarray<const std::uint8_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 using WithoutGil = nb::call_guard<nb::gil_scoped_release>;
 
 template <typename Array>
