@@ -31,8 +31,8 @@ from kvtier.memory.layout import ChunkLayout
 from kvtier.settings import TierSettings
 from kvtier.tiers.codec import Codec, CodecSettings, IdentityCodec
 from kvtier.tiers.codec_choice import CodecChoice
-from kvtier.tiers.seal import PARTS_AT_ONCE, Fault, Seal
-from kvtier.tiers.sealer import Sealer
+from kvtier.tiers.seal import Fault, Seal
+from kvtier.tiers.sealer import HASHED_AT_ONCE, Sealer
 from kvtier.tiers.throughput import Throughput
 
 if TYPE_CHECKING:
@@ -51,21 +51,14 @@ MIN_GAIN = 0.05
 ResultT = TypeVar("ResultT")
 
 
-class Layouts:
+class Layouts(dict[bytes, ChunkLayout]):
     """The layouts of the models whose engines have connected, by namespace."""
-
-    def __init__(self) -> None:
-        self._layouts: dict[bytes, ChunkLayout] = {}
 
     def add(self, namespace: bytes, layout: ChunkLayout) -> None:
         """Remember a layout. Beyond :data:`MAX_LAYOUTS`, the oldest is forgotten."""
-        self._layouts[namespace] = layout
-        if len(self._layouts) > MAX_LAYOUTS:
-            del self._layouts[next(iter(self._layouts))]
-
-    def get(self, namespace: bytes) -> ChunkLayout | None:
-        """Return the layout of a namespace, if it is known."""
-        return self._layouts.get(namespace)
+        self[namespace] = layout
+        if len(self) > MAX_LAYOUTS:
+            del self[next(iter(self))]
 
 
 class Codecs(NamedTuple):
@@ -385,7 +378,7 @@ class EncodedSeal(Seal):
     async def _in_threads(self, call: Callable[..., ResultT], *arguments: Sequence[object]) -> list[ResultT]:
         """Call a function with the first of each of the ``arguments``, with the second of each, and so on."""
         calls = list(zip(*arguments, strict=True))
-        return await spread(lambda one: call(*one), calls, parts=PARTS_AT_ONCE, executor=self._executor)
+        return await spread(lambda one: call(*one), calls, parts=HASHED_AT_ONCE, executor=self._executor)
 
     async def get(self, items: Sequence[GetItem]) -> Sequence[Outcome]:
         """Fill each view with a verified and decoded chunk object. See :meth:`Backend.get`."""
@@ -411,7 +404,7 @@ class EncodedSeal(Seal):
             places = dict(zip(encoded, buffers, strict=True))
             reads = [(key, view, places.get(at)) for at, (key, view) in enumerate(items)]
             found = await self._read([(key, view if place is None else place) for key, view, place in reads])
-            return await self._checked(reads, found, self._decode, parts=PARTS_AT_ONCE)
+            return await self._checked(reads, found, self._decode, parts=HASHED_AT_ONCE)
 
     async def _lengths(self, items: Sequence[GetItem]) -> list[int]:
         """Return the length of each object in the medium. A shared pool is asked: others write to it, too."""

@@ -23,12 +23,10 @@ from kvtier.errors import CorruptChunk, UnreadableChunk
 from kvtier.logs import RateLimitedLogs
 from kvtier.memory.header import IDENTITY, ChunkHeader, StoredHeader
 from kvtier.memory.keys import ChunkKey
-from kvtier.tiers.sealer import Sealer
+from kvtier.tiers.sealer import HASHED_AT_ONCE, Sealer
 
 logger = logging.getLogger("kvtier")
 
-PARTS_AT_ONCE = 4
-"""Threads that compute checksums. One thread reaches 20 to 30 GB/s, more than any medium."""
 OF_OTHERS_SECONDS = 600.0
 """For this long, an object of a pool that others can read is not replaced: they would replace it again."""
 MAX_OF_OTHERS = 100_000
@@ -73,7 +71,7 @@ class Seal:
         self._backend = backend
         self._sealer = sealer or Sealer()
         self._verify = verify
-        self._executor = WorkerThreads(PARTS_AT_ONCE)
+        self._executor = WorkerThreads(HASHED_AT_ONCE)
         self._warn = RateLimitedLogs(logger)
 
     async def put(self, items: Sequence[PutItem]) -> Sequence[Outcome]:
