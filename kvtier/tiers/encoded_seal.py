@@ -303,13 +303,25 @@ class EncodedSeal(Seal):
     async def _put_encoded(
         self, items: Sequence[PutItem], *, smaller: bool = True, replaces: bool = False
     ) -> Sequence[Outcome]:
-        headers = await self._sealer.headers(items)
-        valid = [(at, header) for at, header in enumerate(headers) if header is not None]
-        with self._encoder.scratch([self._encoder.max_bytes(header) for _, header in valid]) as buffers:
-            encoded = await self._encode(items, valid, buffers, smaller=smaller)
+        encoder, found = self._encoder, await self._sealer.headers(items)
+        valid = [at for at, header in enumerate(found) if header is not None]
+        headers = [header for header in found if header is not None]
+        keys = encoder.keys
+        tenants = [keys.mark_of(self._catalog.tenant(header.key)) if keys else b"" for header in headers]
+
+        def encode(
+            at: int, header: ChunkHeader, buffer: memoryview, tenant: bytes
+        ) -> memoryview | Fault | None:
+            try:
+                return encoder.encode(header, items[at][1], buffer, tenant, smaller=smaller)
+            except CorruptChunk as error:
+                return Fault(error.kind, str(error))
+
+        with encoder.scratch([encoder.max_bytes(header) for header in headers]) as buffers:
+            encoded = await self._in_threads(encode, valid, headers, buffers, tenants)
             views: dict[int, memoryview] = {}
             plain = []
-            for (at, _), view in zip(valid, encoded, strict=True):
+            for at, view in zip(valid, encoded, strict=True):
                 if isinstance(view, Fault):
                     self._sealer.damaged(items[at], view.kind, view.text)
                 elif view is None:
@@ -351,29 +363,6 @@ class EncodedSeal(Seal):
             for size, length in zip(sizes, lengths, strict=True)
         ]
         choice.tried(sum(sizes), sum(encoded), seconds)
-
-    async def _encode(
-        self,
-        items: Sequence[PutItem],
-        valid: Sequence[tuple[int, ChunkHeader]],
-        buffers: Sequence[memoryview],
-        *,
-        smaller: bool,
-    ) -> list[memoryview | Fault | None]:
-        """Return the encoded object of each item, or ``None`` if it is to be stored as it is."""
-        keys = self._encoder.keys
-        marks = [keys.mark_of(self._catalog.tenant(header.key)) if keys else b"" for _, header in valid]
-
-        def encode(
-            found: tuple[int, ChunkHeader], buffer: memoryview, tenant: bytes
-        ) -> memoryview | Fault | None:
-            at, header = found
-            try:
-                return self._encoder.encode(header, items[at][1], buffer, tenant, smaller=smaller)
-            except CorruptChunk as error:
-                return Fault(error.kind, str(error))
-
-        return await self._in_threads(encode, valid, buffers, marks)
 
     async def _in_threads(self, call: Callable[..., ResultT], *arguments: Sequence[object]) -> list[ResultT]:
         """Call a function with the first of each of the ``arguments``, with the second of each, and so on."""
