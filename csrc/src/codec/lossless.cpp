@@ -2,12 +2,13 @@
 
 #include <algorithm>
 #include <array>
+#include <bit>
 #include <cstring>
 #include <functional>
 #include <stdexcept>
 #include <utility>
 
-#include "planes.hpp"
+#include "kvtier/intrinsics.hpp"
 #include "reader.hpp"
 
 // Format, little-endian: segments, until the length of the payload is reached. Of each:
@@ -22,8 +23,42 @@ namespace kvtier::codec {
 
 namespace {
 
+static_assert(std::endian::native == std::endian::little, "reads little-endian values without conversion");
+
 using Source = std::span<const std::uint8_t>;
 using Target = std::span<std::uint8_t>;
+
+// Words or symbols that are processed at a time. Planes have room for a multiple of it.
+constexpr std::size_t group = 64;
+// Symbols with a code of their own, at most. With codes of n bits, the last of 2^n codes is for all other symbols.
+constexpr unsigned max_bits = 7;
+constexpr std::size_t planes_count = 4;
+
+// The inner loops, for each kind of processor.
+//
+// Words of four bytes are divided into planes: plane i has byte i of each word after a rotation by one bit to the left.
+// That puts the exponent of a float32, and those of two bfloat16, into bytes of their own; and of smaller types, whose
+// exponents have fewer bits, exponent and mantissa.
+struct Kernels {
+    // Divide words into planes, from word `at` to `count`. Reads nothing behind them.
+    void (*split)(const std::uint8_t* words, std::size_t at, std::size_t count, std::uint8_t* const* planes);
+    // The inverse of split.
+    void (*merge)(const std::uint8_t* const* planes, std::size_t at, std::size_t count, std::uint8_t* words);
+    // Write the code of each symbol with `bits` bits, and the symbols without one to `escapes`; return how many these
+    // are. `count` is a multiple of `group`. May write `group` bytes behind codes and escapes.
+    std::size_t (*pack)(const std::uint8_t* plane, std::size_t count, unsigned bits, const std::uint8_t* codes_of,
+                        std::uint8_t* codes, std::uint8_t* escapes);
+    // The inverse of pack, which reads no byte behind codes and escapes. Return how many escapes were used, or -1 if
+    // there are too few.
+    std::ptrdiff_t (*unpack)(const std::uint8_t* codes, std::size_t count, unsigned bits, const std::uint8_t* symbols,
+                             std::span<const std::uint8_t> escapes, std::uint8_t* plane);
+};
+
+#include "planes_portable.inc"
+#if defined(__x86_64__)
+#include "planes_avx2.inc"
+#include "planes_avx512.inc"
+#endif
 
 // A page of K or V of a usual model. Each segment has tables of its own; its planes fit into the L2 cache of a core.
 constexpr std::size_t segment_bytes = std::size_t{32} << 10;
@@ -209,10 +244,10 @@ void decode_segment(Target segment, Planes& planes, Reader& in, const Kernels& k
 
 const Kernels& fastest([[maybe_unused]] Vectors limit) {
 #if defined(__x86_64__)
-    if (limit == Vectors::avx512 && cpu::features().avx512_bytes) return avx512_kernels;
-    if (limit != Vectors::none && cpu::features().avx2) return avx2_kernels;
+    if (limit == Vectors::avx512 && cpu::features().avx512_bytes) return avx512::kernels;
+    if (limit != Vectors::none && cpu::features().avx2) return avx2::kernels;
 #endif
-    return portable_kernels;
+    return portable::kernels;
 }
 
 }  // namespace

@@ -2,13 +2,10 @@
 #include <cstring>
 #include <vector>
 
-#if defined(__x86_64__)
-#include <immintrin.h>
-#endif
-
 #include "blake3_schedule.hpp"
 #include "kvtier/blake3.hpp"
 #include "kvtier/cpu.hpp"
+#include "kvtier/intrinsics.hpp"
 
 namespace kvtier::keys {
 
