@@ -62,7 +62,7 @@ from kvtier.pipeline.store import StoreStage
 from kvtier.pipeline.usage import Usage
 from kvtier.pipeline.verify import VerifyStage
 from kvtier.pipeline.write import Writer
-from kvtier.plugins import Plugins, is_memory
+from kvtier.plugins import IDENTITY, Plugins, is_memory
 from kvtier.settings import LocalTierSettings, Settings, TierSettings, load_settings
 from kvtier.tiers.encoded_seal import Encoder, Layouts, keys_of
 from kvtier.tiers.host_memory import HostMemory, Reservation
@@ -246,7 +246,7 @@ class TieredCache:
             tasks.start_soon(tier.contact)
             tasks.start_soon(self._holding.find_unseen, tier)
             tasks.start_soon(self._holding.forget_lost, tier)
-            if tier.has_codec and not tier.shared:
+            if tier.settings.codec["type"] != IDENTITY and not tier.shared:
                 tasks.start_soon(self._encoding.run, tier)
 
     async def _check_room(self) -> None:

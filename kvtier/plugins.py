@@ -184,7 +184,7 @@ class Plugins:
         if is_plain and (not isinstance(tier, LocalTierSettings) or is_memory(type(backend))):
             return None
         own = self.codec(name)
-        known = {codec.code: codec for other, codec in self.all_codecs().items() if other != IDENTITY}
+        known = {codec.code: codec for codec in self.all_codecs().values()}
         return Codecs(own(own.settings_type.model_validate(tier.codec)), known, measured=name == AUTO)
 
     def all_codecs(self) -> dict[str, Codec]:
@@ -293,6 +293,11 @@ class Plugins:
                 f"{settings.at(f'{key}.type')} is {type_name}, which engines cannot copy to: the first "
                 f"tier must be memory; put one of {memory} before the {type_name} tier"
             )
+        plain = ""  # Why it stores chunks as they are.
+        if index == 0:
+            plain = "engines copy to the first tier directly: remove it, or set it for a lower tier"
+        elif not can_be_encoded(backend):
+            plain = f"{type_name} does not know how long its chunks are: remove it"
         # Before the tier itself, which takes any mapping for them.
         for name, find in (("eviction", self.eviction), ("codec", self.codec)):
             if name not in backend.settings_type.model_fields:
@@ -302,21 +307,10 @@ class Plugins:
                 continue
             with collected(problems):
                 self._component(f"{key}.{name}", choice, find, settings)
-            if index == 0 and name == "codec" and choice["type"] != IDENTITY:
-                problems.append(
-                    f"{settings.at(f'{key}.codec')} is {choice['type']}, but engines copy to the first tier "
-                    "directly: remove it, or set it for a lower tier"
-                )
-            elif name == "codec" and choice["type"] != IDENTITY and not can_be_encoded(backend):
-                problems.append(
-                    f"{settings.at(f'{key}.codec')} is {choice['type']}, but {type_name} does not know how "
-                    "long its chunks are: remove it"
-                )
-        if raw.get("encrypt") is not None and (index == 0 or not can_be_encoded(backend)):
-            reason = (
-                "engines copy to the first tier directly" if index == 0 else f"{type_name} cannot do that"
-            )
-            problems.append(f"{settings.at(f'{key}.encrypt')} is set, but {reason}: remove it")
+            if plain and name == "codec" and choice["type"] != IDENTITY:
+                problems.append(f"{settings.at(f'{key}.codec')} is {choice['type']}, but {plain}")
+        if plain and raw.get("encrypt") is not None:
+            problems.append(f"{settings.at(f'{key}.encrypt')} is set, but {plain}")
         return _validate(backend.settings_type, raw, settings, f"{key}.")
 
     def _component(

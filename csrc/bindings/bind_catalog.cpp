@@ -27,13 +27,6 @@ Key key_of(PyObject* object) {
     return reinterpret_cast<Key>(bytes_memory(object));
 }
 
-// A list or tuple, or the items of another iterable.
-nb::object fast_sequence(nb::handle iterable) {
-    nb::object sequence = nb::steal(PySequence_Fast(iterable.ptr(), "must be a sequence"));
-    if (!sequence.is_valid()) throw nb::python_error();
-    return sequence;
-}
-
 // The keys of a sequence. What is not a key is nullptr. The sequence must not change while they are in use.
 class Keys {
    public:
@@ -68,32 +61,15 @@ std::vector<std::uint64_t> lengths_of(nb::handle lengths) {
 }
 
 nb::list as_list(std::span<const Row> rows) {
-    nb::list list = nb::steal<nb::list>(PyList_New(static_cast<Py_ssize_t>(rows.size())));
-    if (!list.is_valid()) throw nb::python_error();
-    Py_ssize_t at = 0;
-    for (const Row row : rows) {
-        PyObject* number = PyLong_FromLong(row);
-        if (number == nullptr) throw nb::python_error();
-        fill_item(list.ptr(), at++, number);
-    }
-    return list;
-}
-
-nb::object new_key(Key key) {
-    nb::object made = nb::steal(PyBytes_FromStringAndSize(reinterpret_cast<const char*>(key), catalog::key_bytes));
-    if (!made.is_valid()) throw nb::python_error();
-    return made;
+    return list_of(rows.size(), [rows](std::size_t at) { return PyLong_FromLong(rows[at]); });
 }
 
 // `count` keys, of which `key` returns each.
 template <typename KeyOf>
 nb::list key_list(std::size_t count, KeyOf key) {
-    nb::list list = nb::steal<nb::list>(PyList_New(static_cast<Py_ssize_t>(count)));
-    if (!list.is_valid()) throw nb::python_error();
-    for (std::size_t at = 0; at < count; ++at) {
-        fill_item(list.ptr(), static_cast<Py_ssize_t>(at), new_key(key(at)).release().ptr());
-    }
-    return list;
+    return list_of(count, [key](std::size_t at) {
+        return PyBytes_FromStringAndSize(reinterpret_cast<const char*>(key(at)), catalog::key_bytes);
+    });
 }
 
 nb::list keys_at(nb::handle column, nb::handle rows) {
@@ -103,13 +79,11 @@ nb::list keys_at(nb::handle column, nb::handle rows) {
 }
 
 nb::list split_keys(nb::handle joined) {
-    Py_buffer buffer;
-    if (PyObject_GetBuffer(joined.ptr(), &buffer, PyBUF_SIMPLE) != 0) throw nb::python_error();
-    const std::unique_ptr<Py_buffer, decltype(&PyBuffer_Release)> locked(&buffer, &PyBuffer_Release);
-    const auto size = static_cast<std::size_t>(buffer.len);
-    if (size % catalog::key_bytes != 0) throw nb::value_error("not a whole number of keys");
-    const Key first = static_cast<Key>(buffer.buf);
-    return key_list(size / catalog::key_bytes, [first](std::size_t at) { return first + at * catalog::key_bytes; });
+    const Buffer buffer(joined, PyBUF_SIMPLE);
+    if (buffer.length() % catalog::key_bytes != 0) throw nb::value_error("not a whole number of keys");
+    const Key first = reinterpret_cast<Key>(buffer.memory());
+    return key_list(buffer.length() / catalog::key_bytes,
+                    [first](std::size_t at) { return first + at * catalog::key_bytes; });
 }
 
 catalog::IsRow as_question(nb::handle callable) {
@@ -203,8 +177,7 @@ class ChunkTable {
         rows.reserve(keys.span().size());
         const Locked locked(*this);
         table_.prefix(keys.span(), among, locked.columns, rows);
-        const nb::object tiers = nb::steal(PyBytes_FromStringAndSize(nullptr, static_cast<Py_ssize_t>(rows.size())));
-        if (!tiers.is_valid()) throw nb::python_error();
+        const nb::bytes tiers = new_bytes(rows.size());
         char* tier = bytes_memory(tiers.ptr());
         for (const Row row : rows) {
             *tier++ = static_cast<char>(__builtin_ctz(locked.columns.ready[static_cast<std::size_t>(row)] & among));

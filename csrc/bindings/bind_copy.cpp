@@ -8,8 +8,6 @@ namespace kvtier::bindings {
 
 namespace {
 
-using ReadOnlyBytes = nb::ndarray<const std::uint8_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
-
 const std::byte* bytes_of(const ReadOnlyBytes& array) {
     return reinterpret_cast<const std::byte*>(array.data());
 }

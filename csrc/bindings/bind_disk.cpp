@@ -9,6 +9,7 @@
 #include <utility>
 #include <vector>
 
+#include "columns.hpp"
 #include "errors.hpp"
 #include "kvtier/disk/engine.hpp"
 #include "kvtier/disk/write_hashed.hpp"
@@ -20,25 +21,6 @@ namespace kvtier::bindings {
 namespace {
 
 using disk::Transfer;
-
-// Buffer of a Python object, locked while this lives. Requires the GIL.
-class Buffer {
-public:
-    Buffer(nb::handle object, int flags) {
-        if (PyObject_GetBuffer(object.ptr(), &view_, flags) != 0) throw nb::python_error();
-    }
-    ~Buffer() {
-        if (view_.obj != nullptr) PyBuffer_Release(&view_);
-    }
-    Buffer(Buffer&& other) noexcept : view_(std::exchange(other.view_, Py_buffer{})) {}
-    Buffer& operator=(Buffer&&) = delete;
-
-    std::byte* memory() const { return static_cast<std::byte*>(view_.buf); }
-    std::size_t length() const { return static_cast<std::size_t>(view_.len); }
-
-private:
-    Py_buffer view_{};
-};
 
 std::string text(const nb::bytes& path) {
     return {path.c_str(), path.size()};

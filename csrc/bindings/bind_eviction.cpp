@@ -27,24 +27,11 @@ using eviction::VisitRings;
 using Places = Column<LruRing::Place>;
 
 // Rows are 32-bit words, like token ids.
-template <typename Change>
-void change(nb::handle warmer, nb::handle colder, nb::handle rows, Change apply) {
+template <auto method, typename... Parent>
+void change(nb::handle warmer, nb::handle colder, nb::handle rows, Parent... parent) {
     const TokenIds ids(rows.ptr());
     const Places above(warmer), below(colder);
-    LruRing ring(above.span(), below.span());
-    apply(ring, ids.all());
-}
-
-void touch(nb::handle warmer, nb::handle colder, nb::handle rows) {
-    change(warmer, colder, rows, [](LruRing& ring, LruRing::Rows all) { ring.touch(all); });
-}
-
-void link_chain(nb::handle warmer, nb::handle colder, nb::handle rows, std::int64_t parent) {
-    change(warmer, colder, rows, [parent](LruRing& ring, LruRing::Rows all) { ring.link_chain(all, parent); });
-}
-
-void unlink(nb::handle warmer, nb::handle colder, nb::handle rows) {
-    change(warmer, colder, rows, [](LruRing& ring, LruRing::Rows all) { ring.unlink(all); });
+    (LruRing(above.span(), below.span()).*method)(ids.all(), parent...);
 }
 
 void rings_use(nb::handle warmer, nb::handle colder, nb::handle ring_of, nb::handle counts, nb::handle rows,
@@ -111,10 +98,10 @@ std::vector<Number> release_slices(nb::handle handles, nb::handle numbers) {
 }  // namespace
 
 void bind_eviction(nb::module_& module) {
-    module.def("lru_touch", &touch, nb::arg("warmer"), nb::arg("colder"), nb::arg("rows"));
-    module.def("lru_link_chain", &link_chain, nb::arg("warmer"), nb::arg("colder"), nb::arg("rows"),
-               nb::arg("parent"));
-    module.def("lru_unlink", &unlink, nb::arg("warmer"), nb::arg("colder"), nb::arg("rows"));
+    module.def("lru_touch", &change<&LruRing::touch>, nb::arg("warmer"), nb::arg("colder"), nb::arg("rows"));
+    module.def("lru_link_chain", &change<&LruRing::link_chain, std::int64_t>, nb::arg("warmer"), nb::arg("colder"),
+               nb::arg("rows"), nb::arg("parent"));
+    module.def("lru_unlink", &change<&LruRing::unlink>, nb::arg("warmer"), nb::arg("colder"), nb::arg("rows"));
     module.def("rings_use", &rings_use, nb::arg("warmer"), nb::arg("colder"), nb::arg("ring_of"), nb::arg("counts"),
                nb::arg("rows"), nb::arg("ring"));
     module.def("visits_runs", &visits_runs, nb::arg("of_row"), nb::arg("parents"), nb::arg("rows"));

@@ -24,12 +24,10 @@ class JoinedKeys {
    public:
     explicit JoinedKeys(nb::handle keys) : keys_(nb::borrow(keys)) {
         if (PyBytes_Check(keys.ptr())) return;
-        const nb::object sequence = nb::steal(PySequence_Fast(keys.ptr(), "must be a sequence of keys, or bytes"));
-        if (!sequence.is_valid()) throw nb::python_error();
+        const nb::object sequence = fast_sequence(keys, "must be a sequence of keys, or bytes");
         const Items items(sequence.ptr());
         const auto count = static_cast<std::size_t>(count_items(sequence.ptr()));
-        keys_ = nb::steal(PyBytes_FromStringAndSize(nullptr, static_cast<Py_ssize_t>(count * holders::key_bytes)));
-        if (!keys_.is_valid()) throw nb::python_error();
+        keys_ = new_bytes(count * holders::key_bytes);
         char* to = bytes_memory(keys_.ptr());
         for (std::size_t at = 0; at < count; ++at, to += holders::key_bytes) {
             if (!PyBytes_Check(items[at]) || bytes_length(items[at]) != holders::key_bytes) {

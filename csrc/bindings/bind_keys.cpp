@@ -33,15 +33,9 @@ Hash hash_of(const nb::bytes& bytes) {
 }
 
 nb::list as_list(const std::vector<Hash>& hashes) {
-    nb::list list = nb::steal<nb::list>(PyList_New(static_cast<Py_ssize_t>(hashes.size())));
-    if (!list.is_valid()) throw nb::python_error();
-    Py_ssize_t at = 0;
-    for (const Hash& hash : hashes) {
-        PyObject* key = PyBytes_FromStringAndSize(reinterpret_cast<const char*>(hash.data()), hash.size());
-        if (key == nullptr) throw nb::python_error();
-        fill_item(list.ptr(), at++, key);
-    }
-    return list;
+    return list_of(hashes.size(), [&hashes](std::size_t at) {
+        return PyBytes_FromStringAndSize(reinterpret_cast<const char*>(hashes[at].data()), sizeof(Hash));
+    });
 }
 
 nb::list chunk_keys(const nb::bytes& parent, nb::handle tokens, std::size_t chunk_tokens, bool tail,
@@ -67,9 +61,7 @@ nb::bytes block_hashes(nb::handle tokens, std::size_t block_tokens, std::size_t 
     const TokenIds ids(tokens.ptr());
     const keys::Words words = ids.all();
     std::vector<Hash> hashes(words.size() / block_tokens);
-    const auto size = static_cast<Py_ssize_t>(hashes.size() * hash_bytes);
-    const nb::object joined = nb::steal(PyBytes_FromStringAndSize(nullptr, size));
-    if (!joined.is_valid()) throw nb::python_error();
+    nb::bytes joined = new_bytes(hashes.size() * hash_bytes);
     char* const first = bytes_memory(joined.ptr());
     std::optional<nb::gil_scoped_release> released;
     if (words.size() > max_tokens_with_gil) released.emplace();
@@ -78,7 +70,7 @@ nb::bytes block_hashes(nb::handle tokens, std::size_t block_tokens, std::size_t 
         std::memcpy(first + at * hash_bytes, hashes[at].data(), hash_bytes);
     }
     released.reset();
-    return nb::borrow<nb::bytes>(joined);
+    return joined;
 }
 
 nb::bytes blake3(const nb::bytes& input) {

@@ -3,10 +3,12 @@
 #include <cmath>
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <unordered_map>
 #include <utility>
 #include <vector>
 
+#include "columns.hpp"
 #include "kvtier/exchange.hpp"
 #include "kvtier/hashes.hpp"
 #include "kvtier/pump.hpp"
@@ -16,46 +18,28 @@ namespace nb = nanobind;
 
 namespace {
 
+using kvtier::bindings::Buffer;
 using kvtier::sockets::Kind;
 using kvtier::sockets::Operation;
-using kvtier::sockets::Span;
-
-// Buffer of a Python object, locked while this lives.
-class Held {
-public:
-    Held(nb::handle owner, bool writable) {
-        if (PyObject_GetBuffer(owner.ptr(), &view_, writable ? PyBUF_WRITABLE : PyBUF_SIMPLE) != 0) {
-            throw nb::python_error();
-        }
-    }
-    Held(Held&& other) noexcept : view_(std::exchange(other.view_, Py_buffer{})) {}
-    Held& operator=(Held&&) = delete;
-    ~Held() { PyBuffer_Release(&view_); }
-
-    Span span() const { return {static_cast<std::byte*>(view_.buf), static_cast<std::size_t>(view_.len)}; }
-
-private:
-    Py_buffer view_{};
-};
 
 // Operations parsed from Python objects, and the buffers that they use.
 struct Arguments {
-    std::vector<Held> held;
+    std::vector<Buffer> held;
     std::vector<Operation> operations;
     std::span<std::byte> unread;
 
     Arguments(const nb::sequence& given, const nb::object& buffer) {
         for (const nb::handle operation : given) add(operation);
-        held.emplace_back(buffer, true);
-        unread = {held.back().span().data, held.back().span().length};
+        const Buffer& last = held.emplace_back(buffer, PyBUF_WRITABLE);
+        unread = {last.memory(), last.length()};
     }
 
     void add(nb::handle operation) {
         const auto kind = static_cast<Kind>(nb::cast<int>(operation[0]));
         Operation parsed{kind, {}};
         for (const nb::handle buffer : operation[1]) {
-            held.emplace_back(buffer, kind == Kind::receive);
-            parsed.spans.push_back(held.back().span());
+            const Buffer& last = held.emplace_back(buffer, kind == Kind::receive ? PyBUF_WRITABLE : PyBUF_SIMPLE);
+            parsed.spans.push_back({last.memory(), last.length()});
         }
         if (kind != Kind::send && kind != Kind::receive && (kind != Kind::expect || parsed.spans.size() != 1)) {
             throw nb::value_error("no such operation");
@@ -73,32 +57,29 @@ std::chrono::steady_clock::time_point after(double seconds) {
 nb::tuple exchange(int socket, const nb::sequence& operations, const nb::object& unread, double seconds,
                    kvtier::Hashes* hashes) {
     const Arguments arguments(operations, unread);
-    kvtier::sockets::Progress progress;
-    {
-        const nb::gil_scoped_release released;
-        progress = kvtier::sockets::exchange(socket, arguments.operations, arguments.unread, after(seconds), true,
-                                             hashes);
-    }
-    return nb::make_tuple(progress.operations, progress.bytes, progress.error);
+    std::optional<nb::gil_scoped_release> released(std::in_place);
+    const auto [operation, bytes, error] =
+        kvtier::sockets::exchange(socket, arguments.operations, arguments.unread, after(seconds), true, hashes);
+    released.reset();
+    return nb::make_tuple(operation, bytes, error);
 }
 
 nb::tuple exchange_now(int socket, const nb::sequence& operations, const nb::object& unread,
                        kvtier::Hashes* hashes) {
     const Arguments arguments(operations, unread);
-    const kvtier::sockets::Progress progress =
+    const auto [operation, bytes, error] =
         kvtier::sockets::exchange(socket, arguments.operations, arguments.unread, {}, false, hashes);
-    return nb::make_tuple(progress.operations, progress.bytes, progress.error);
+    return nb::make_tuple(operation, bytes, error);
 }
 
 void add(kvtier::Hashes& hashes, const nb::object& memory, bool object) {
-    const Held held(memory, false);  // Not for longer: nothing is read outside of a conversation, which holds it.
-    const Span span = held.span();
-    hashes.add({span.data, span.length}, object);
+    const Buffer held(memory, PyBUF_SIMPLE);  // Not for longer: only conversations read from it, and hold it.
+    hashes.add({held.memory(), held.length()}, object);
 }
 
 void move(kvtier::Hashes& hashes, const nb::object& memory) {
-    const Held held(memory, false);
-    hashes.move(held.span().data, held.span().length);
+    const Buffer held(memory, PyBUF_SIMPLE);
+    hashes.move(held.memory(), held.length());
 }
 
 nb::list digests(const kvtier::Hashes& hashes) {
@@ -155,7 +136,7 @@ public:
 
 private:
     struct Used {
-        std::vector<Held> buffers;
+        std::vector<Buffer> buffers;
         nb::object hashes;
     };
 

@@ -18,6 +18,7 @@
 namespace kvtier::bindings {
 
 using Bytes = nanobind::ndarray<std::uint8_t, nanobind::ndim<1>, nanobind::c_contig, nanobind::device::cpu>;
+using ReadOnlyBytes = nanobind::ndarray<const std::uint8_t, nanobind::ndim<1>, nanobind::c_contig, nanobind::device::cpu>;
 using RegionTuple = std::tuple<std::uintptr_t, std::size_t, std::size_t, std::size_t>;
 using ChunkTuple = std::pair<std::size_t, std::vector<std::vector<std::int64_t>>>;
 

@@ -1,4 +1,4 @@
-// Items of lists and tuples, and the memory of bytes: read in place, or with the stable ABI by calls.
+// Items of lists and tuples, and the memory of bytes: read and filled in place, or with the stable ABI by calls.
 #pragma once
 
 #include <nanobind/nanobind.h>
@@ -51,5 +51,32 @@ inline char* bytes_memory(PyObject* bytes) { return PyBytes_AS_STRING(bytes); }
 inline Py_ssize_t bytes_length(PyObject* bytes) { return PyBytes_GET_SIZE(bytes); }
 
 #endif
+
+// A list or tuple, or the items of another iterable.
+inline nanobind::object fast_sequence(nanobind::handle iterable, const char* problem = "must be a sequence") {
+    nanobind::object sequence = nanobind::steal(PySequence_Fast(iterable.ptr(), problem));
+    if (!sequence.is_valid()) throw nanobind::python_error();
+    return sequence;
+}
+
+// A list of new references, each from a call of `make` with its place.
+template <typename Make>
+nanobind::list list_of(std::size_t count, Make make) {
+    nanobind::list list = nanobind::steal<nanobind::list>(PyList_New(static_cast<Py_ssize_t>(count)));
+    if (!list.is_valid()) throw nanobind::python_error();
+    for (std::size_t at = 0; at < count; ++at) {
+        PyObject* const item = make(at);
+        if (item == nullptr) throw nanobind::python_error();
+        fill_item(list.ptr(), static_cast<Py_ssize_t>(at), item);
+    }
+    return list;
+}
+
+// Bytes to be filled before Python code gets them.
+inline nanobind::bytes new_bytes(std::size_t size) {
+    auto bytes = nanobind::steal<nanobind::bytes>(PyBytes_FromStringAndSize(nullptr, static_cast<Py_ssize_t>(size)));
+    if (!bytes.is_valid()) throw nanobind::python_error();
+    return bytes;
+}
 
 }  // namespace kvtier::bindings

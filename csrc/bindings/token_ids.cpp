@@ -139,8 +139,7 @@ void TokenIds::take_integers() {
 }
 
 void TokenIds::take_items(PyObject* object) {
-    const nb::object sequence = nb::steal(PySequence_Fast(object, "token ids must be a sequence of integers"));
-    if (!sequence.is_valid()) throw nb::python_error();
+    const nb::object sequence = fast_sequence(object, "token ids must be a sequence of integers");
     const Py_ssize_t count = count_items(sequence.ptr());
     read_items(sequence, 0, make_words(static_cast<std::size_t>(count)));
 }
@@ -154,10 +153,9 @@ nb::bytes encode_tokens(nb::handle tokens, std::size_t start, std::size_t stop) 
         return nb::bytes(ids.all().data(), ids.all().size_bytes());
     }
     const std::size_t count = stop - start;
-    const nb::object encoded = nb::steal(PyBytes_FromStringAndSize(nullptr, to_index(count * sizeof(std::uint32_t))));
-    if (!encoded.is_valid()) throw nb::python_error();
+    nb::bytes encoded = new_bytes(count * sizeof(std::uint32_t));
     read_items(nb::borrow(tokens), start, {reinterpret_cast<std::uint32_t*>(bytes_memory(encoded.ptr())), count});
-    return nb::borrow<nb::bytes>(encoded);
+    return encoded;
 }
 
 }  // namespace kvtier::bindings

@@ -14,11 +14,13 @@
 #include "guarded.hpp"
 
 using kvtier::codec::Form;
-using kvtier::codec::TileKernels;
+using kvtier::Vectors;
 using kvtier::test::Bytes;
 using kvtier::test::written;
 
 namespace {
+
+constexpr Vectors limits[] = {Vectors::none, Vectors::avx2, Vectors::avx512};
 
 std::mt19937 random_bits(1);
 
@@ -92,16 +94,16 @@ std::vector<Payload> payloads() {
     return found;
 }
 
-Bytes encoded(Form form, const Payload& payload, const TileKernels& kernels) {
+Bytes encoded(Form form, const Payload& payload, Vectors limit = Vectors::avx512) {
     const std::size_t bound = kvtier::codec::lossy_bound(payload.described(), payload.bytes.size());
     return written(payload.bytes, bound, [&](auto source, auto target) {
-        return kvtier::codec::lossy_encode(form, payload.described(), source, target, kernels);
+        return kvtier::codec::lossy_encode(form, payload.described(), source, target, limit);
     });
 }
 
-Bytes decoded(const Bytes& stored, std::size_t length, const TileKernels& kernels) {
+Bytes decoded(const Bytes& stored, std::size_t length, Vectors limit = Vectors::avx512) {
     return written(stored, length, [&](auto source, auto target) {
-        kvtier::codec::lossy_decode(source, target, kernels);
+        kvtier::codec::lossy_decode(source, target, limit);
         return length;
     });
 }
@@ -111,14 +113,13 @@ const Form forms[] = {Form::fp8, Form::int8, Form::int4};
 }  // namespace
 
 TEST(instruction_sets_agree) {
-    const auto all = kvtier::codec::tile_kernels();
     for (const Payload& payload : payloads()) {
         for (const Form form : forms) {
-            const Bytes expected = encoded(form, payload, *all.back());
-            const Bytes result = decoded(expected, payload.bytes.size(), *all.back());
-            for (const TileKernels* kernels : all) {
-                const bool same = encoded(form, payload, *kernels) == expected;
-                if (!same || decoded(expected, payload.bytes.size(), *kernels) != result) {
+            const Bytes expected = encoded(form, payload, Vectors::none);
+            const Bytes result = decoded(expected, payload.bytes.size(), Vectors::none);
+            for (const Vectors limit : limits) {
+                const bool same = encoded(form, payload, limit) == expected;
+                if (!same || decoded(expected, payload.bytes.size(), limit) != result) {
                     kvtier::test::fail(payload.name.c_str(), static_cast<int>(form), same ? "decoded differently" : "encoded differently");
                 }
             }
@@ -127,11 +128,10 @@ TEST(instruction_sets_agree) {
 }
 
 TEST(values_of_float32_are_near) {
-    const TileKernels& kernels = *kvtier::codec::tile_kernels().front();
     for (const Payload& payload : payloads()) {
         if (payload.table.empty() || payload.table[0] != 3 || payload.table.size() > 6 || payload.name.back() == '3') continue;
         for (const Form form : forms) {
-            const Bytes result = decoded(encoded(form, payload, kernels), payload.bytes.size(), kernels);
+            const Bytes result = decoded(encoded(form, payload), payload.bytes.size());
             std::vector<float> before(payload.bytes.size() / 4), after(before.size());
             std::memcpy(before.data(), payload.bytes.data(), payload.bytes.size());
             std::memcpy(after.data(), result.data(), result.size());
@@ -147,10 +147,9 @@ TEST(values_of_float32_are_near) {
 }
 
 TEST(fewer_bits) {
-    const TileKernels& kernels = *kvtier::codec::tile_kernels().front();
     const Payload payload{"", {1, 16, 16 * 2048 * 2, 16, 2048, 128}, values(1, 16 * 16 * 2048 * 2, 0)};
     const auto ratio = [&](Form form) {
-        return static_cast<double>(payload.bytes.size()) / static_cast<double>(encoded(form, payload, kernels).size());
+        return static_cast<double>(payload.bytes.size()) / static_cast<double>(encoded(form, payload).size());
     };
     CHECK(ratio(Form::fp8) > 1.9);
     CHECK(ratio(Form::int8) > 1.85);
@@ -158,11 +157,10 @@ TEST(fewer_bits) {
 }
 
 TEST(what_is_no_number_survives) {
-    const TileKernels& kernels = *kvtier::codec::tile_kernels().front();
     for (const std::uint32_t wrong : {0x7F80u, 0xFF80u, 0x7FC0u, 0xFFFFu}) {
         Payload payload{"", {1, 1, 64 * 64 * 2, 64, 64, 32}, values(1, 64 * 64 * 2, 0)};
         std::memcpy(&payload.bytes[1000], &wrong, 2);
-        const Bytes result = decoded(encoded(Form::int4, payload, kernels), payload.bytes.size(), kernels);
+        const Bytes result = decoded(encoded(Form::int4, payload), payload.bytes.size());
         CHECK(std::memcmp(&result[1000], &wrong, 2) == 0);
     }
 }
@@ -175,7 +173,7 @@ TEST(other_shapes_are_refused) {
         std::vector<std::uint32_t> table(std::begin(valid), std::end(valid));
         table[at] = value;
         const Payload payload{"", table, Bytes(8192)};
-        CHECK_THROWS(std::invalid_argument, encoded(Form::int8, payload, *kvtier::codec::tile_kernels().front()));
+        CHECK_THROWS(std::invalid_argument, encoded(Form::int8, payload));
     }
 }
 
@@ -183,11 +181,10 @@ TEST(other_shapes_are_refused) {
 TEST(damaged_bytes_do_no_harm) {
     const char* chosen = std::getenv("KVTIER_FUZZED");
     const int inputs = chosen != nullptr ? std::atoi(chosen) : 20'000;
-    const auto all = kvtier::codec::tile_kernels();
     std::vector<std::pair<std::size_t, Bytes>> stored;
     for (const Payload& payload : payloads()) {
         if (payload.bytes.size() > 40'000) continue;
-        for (const Form form : forms) stored.emplace_back(payload.bytes.size(), encoded(form, payload, *all.front()));
+        for (const Form form : forms) stored.emplace_back(payload.bytes.size(), encoded(form, payload));
     }
     for (int input = 0; input < inputs; ++input) {
         const auto& [length, original] = stored[random_bits() % stored.size()];
@@ -198,9 +195,9 @@ TEST(damaged_bytes_do_no_harm) {
             damaged[random_bits() % within] = static_cast<std::uint8_t>(random_bits() % 3 ? random_bits() % 4 : random_bits());
         }
         if (random_bits() % 8 == 0) damaged.resize(random_bits() % (damaged.size() + 1));
-        for (const TileKernels* kernels : all) {
+        for (const Vectors limit : limits) {
             try {
-                CHECK(decoded(damaged, length, *kernels).size() == length);
+                CHECK(decoded(damaged, length, limit).size() == length);
             } catch (const std::invalid_argument&) {
                 // As good.
             }

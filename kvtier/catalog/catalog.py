@@ -306,7 +306,7 @@ class Catalog:
     def tenant(self, key: ChunkKey) -> str:
         """Return the tenant of a chunk; empty without one."""
         row = self._find(key)
-        return "" if row == NO_ROW else self._hints.tenant_name(row)
+        return "" if row == NO_ROW else self._hints.tenant_names[self._hints.tenant(row)]
 
     def generation(self, key: ChunkKey) -> int:
         """Return the generation of a chunk, which changes when it is cleared; -1 if it is in no tier."""

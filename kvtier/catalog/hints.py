@@ -55,7 +55,8 @@ class HintColumns:
 
     def __init__(self) -> None:
         self._tenant_numbers: dict[str, int] = {"": 0}
-        self._tenant_names = [""]
+        self.tenant_names = [""]
+        """By number."""
         self._tenants = array("I")
         self._priorities = array("b")
         self._retain_until = array("d")
@@ -68,10 +69,6 @@ class HintColumns:
     def tenant(self, row: int) -> int:
         """Return the number of a chunk's tenant; 0 without one."""
         return self._tenants[row] if row < len(self._tenants) else 0
-
-    def tenant_name(self, row: int) -> str:
-        """Return the name of a chunk's tenant; empty without one."""
-        return self._tenant_names[self.tenant(row)]
 
     def priority(self, row: int) -> int:
         """Return a chunk's priority, by default 0."""
@@ -126,7 +123,7 @@ class HintColumns:
         numbers = self._tenant_numbers
         if tenant not in numbers and len(numbers) <= MAX_TENANTS:
             numbers[tenant] = len(numbers)
-            self._tenant_names.append(tenant)
+            self.tenant_names.append(tenant)
         return numbers.get(tenant, 0)
 
 

@@ -224,22 +224,16 @@ def _rekey_one(
         file.readinto(content[HEADER_BYTES:])
     key = _key_of(path)
     stored = StoredHeader.verify(content, key)
-    payload = content[HEADER_BYTES : HEADER_BYTES + stored.stored_bytes]
+    chunk, codec, length, checksum, encryption = stored
+    payload = content[HEADER_BYTES : HEADER_BYTES + length]
     tenant = keys.mark_of("")
-    if stored.encryption is not None:
+    if encryption is not None:
         keys.decrypt(stored, payload, payload)
-        if stored.encryption.key_number == keys.current:
+        if encryption.key_number == keys.current:
             return "current"
-        tenant = stored.encryption.tenant
-    used = keys.encrypt(stored.chunk, stored.codec, tenant, payload, payload)
-    StoredHeader.seal(
-        content,
-        stored.chunk,
-        stored.codec,
-        stored.stored_bytes,
-        checksum=stored.checksum is not None,
-        encryption=used,
-    )
+        tenant = encryption.tenant
+    used = keys.encrypt(chunk, codec, tenant, payload, payload)
+    StoredHeader.seal(content, chunk, codec, length, checksum=checksum is not None, encryption=used)
     if folder.write((key, content)) is not Outcome.OK:
         raise OSError("cannot be written: is the disk full?")
     os.utime(path, ns=(status.st_mtime_ns, status.st_mtime_ns))

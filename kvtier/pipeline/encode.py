@@ -36,7 +36,7 @@ STEP_SECONDS = 0.01
 
 
 class EncodeStage:
-    """Encodes what tiers hold as it is, in the order of the catalog: each chunk once in a pass.
+    """Encodes what tiers with a codec hold as it is, in the order of the catalog: each chunk once in a pass.
 
     A pass begins when the cache is opened, and when a tier begins to encode again.
     """
@@ -50,15 +50,18 @@ class EncodeStage:
         row = 0
         while True:
             await anyio.sleep(PAUSE_SECONDS)
-            if not tier.makes_smaller:
+            if not self._pays(tier):
                 row = 0
-            while tier.makes_smaller and self._is_idle(tier):
+            while self._pays(tier) and self._is_idle(tier):
                 rows = range(row, min(row + ROWS_PER_STEP, self._hierarchy.catalog.rows.stop))
                 if not rows:
                     break
                 await self.encode(tier, rows)
                 row = rows.stop
                 await anyio.sleep(STEP_SECONDS)
+
+    def _pays(self, tier: Tier) -> bool:
+        return tier.choice is None or tier.choice.encodes
 
     def _is_idle(self, tier: Tier) -> bool:
         busy = os.getloadavg()[0] >= BUSY_LOAD * (os.cpu_count() or 1)

@@ -49,8 +49,6 @@ class CodecChoice:
         self.writes = Throughput(BATCH_BYTES, max_age=TRIAL_SECONDS, clock=clock)
         self._trials: deque[_Trial] = deque(maxlen=TRIALS)
         self._encodes = True
-        self._amount = BATCH_BYTES
-        """Of the last batch: a medium is measured with batches of about this size."""
 
     @property
     def needs_trial(self) -> bool:
@@ -60,14 +58,17 @@ class CodecChoice:
 
     def tried(self, chunk_bytes: int, stored_bytes: int, seconds: float) -> None:
         """Record a batch: its length, its length when encoded, and the seconds to decode that."""
-        self._amount = stored_bytes
         self._trials.append(_Trial(self._clock(), chunk_bytes, stored_bytes, seconds))
 
     @property
     def gain(self) -> float | None:
         """How many times as fast encoded chunks are read; ``None`` if unknown."""
-        medium = self.reads.seconds_per_unit(self._amount) or self.writes.seconds_per_unit(self._amount)
-        if medium is None or not self._trials:
+        if not self._trials:
+            return None
+        # As measured with batches of about the size of the last one.
+        amount = self._trials[-1].stored_bytes
+        medium = self.reads.seconds_per_unit(amount) or self.writes.seconds_per_unit(amount)
+        if medium is None:
             return None
         # The middle one: on a busy machine, a thread may have waited during one of them.
         return median(

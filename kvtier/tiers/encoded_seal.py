@@ -8,9 +8,9 @@ import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from kvtier.backends.base import Backend, GetItem, Outcome, PutItem
 from kvtier.catalog.catalog import Catalog
@@ -31,8 +31,8 @@ from kvtier.memory.layout import ChunkLayout
 from kvtier.settings import TierSettings
 from kvtier.tiers.codec import Codec, CodecSettings, IdentityCodec
 from kvtier.tiers.codec_choice import CodecChoice
-from kvtier.tiers.seal import PARTS_AT_ONCE, Fault, Seal
-from kvtier.tiers.sealer import Sealer
+from kvtier.tiers.seal import Fault, Seal
+from kvtier.tiers.sealer import HASHED_AT_ONCE, Sealer
 from kvtier.tiers.throughput import Throughput
 
 if TYPE_CHECKING:
@@ -48,22 +48,17 @@ MAX_LAYOUTS = 1024
 MIN_GAIN = 0.05
 """Chunks that gain less are stored as they are, and are read without being decoded."""
 
+ResultT = TypeVar("ResultT")
 
-class Layouts:
+
+class Layouts(dict[bytes, ChunkLayout]):
     """The layouts of the models whose engines have connected, by namespace."""
-
-    def __init__(self) -> None:
-        self._layouts: dict[bytes, ChunkLayout] = {}
 
     def add(self, namespace: bytes, layout: ChunkLayout) -> None:
         """Remember a layout. Beyond :data:`MAX_LAYOUTS`, the oldest is forgotten."""
-        self._layouts[namespace] = layout
-        if len(self._layouts) > MAX_LAYOUTS:
-            del self._layouts[next(iter(self._layouts))]
-
-    def get(self, namespace: bytes) -> ChunkLayout | None:
-        """Return the layout of a namespace, if it is known."""
-        return self._layouts.get(namespace)
+        self[namespace] = layout
+        if len(self) > MAX_LAYOUTS:
+            del self[next(iter(self))]
 
 
 class Codecs(NamedTuple):
@@ -101,27 +96,16 @@ class Encoder:
         """``keys``: to encrypt with; nothing else is decoded then."""
         self.keys = keys
         self.measured = codecs.measured
+        self.known = {IDENTITY: _IDENTITY, **codecs.known, codecs.own.code: codecs.own}
+        """The codecs that payloads can be decoded with, by code."""
+        self.has_codec = codecs.own.code != IDENTITY
+        """Whether it may make chunks smaller."""
         self._codec = codecs.own
-        self._known = {IDENTITY: _IDENTITY, **codecs.known, codecs.own.code: codecs.own}
         self._layouts = layouts
         self._checksum = checksum
         self._kept: list[memoryview] = []
         self._warn = RateLimitedLog(logger)
         self._warned_of_loss = False
-
-    @property
-    def encodes(self) -> bool:
-        """Whether it does not only decode what the tier holds from earlier settings."""
-        return self.has_codec or self.keys is not None
-
-    @property
-    def has_codec(self) -> bool:
-        """Whether it may make chunks smaller."""
-        return self._codec.code != IDENTITY
-
-    def knows(self, code: int) -> bool:
-        """Whether payloads with this code can be decoded."""
-        return code in self._known
 
     def max_bytes(self, header: ChunkHeader) -> int:
         """Return the upper bound of the encoded size of a chunk object."""
@@ -192,19 +176,20 @@ class Encoder:
         return stored_bytes
 
     def decode_payload(
-        self, header: ChunkHeader, stored: memoryview, stored_bytes: int, target: memoryview
+        self, header: ChunkHeader, stored: memoryview, stored_bytes: int | None, target: memoryview
     ) -> None:
-        """Decode what :meth:`encode_payload` has just written, to measure that."""
-        layout, payload = self._layouts.get(header.namespace), _payload(target, header.payload_bytes)
-        self._codec.decode(header, layout, _payload(stored, stored_bytes), payload)
+        """Decode what :meth:`encode_payload` has just written, if it has, to measure that."""
+        if stored_bytes is not None:
+            layout, payload = self._layouts.get(header.namespace), _payload(target, header.payload_bytes)
+            self._codec.decode(header, layout, _payload(stored, stored_bytes), payload)
 
     def decode(self, key: ChunkKey, stored: memoryview, target: memoryview, *, hashed: bool) -> None:
-        """Verify a stored chunk object and decode it into ``target``. Raises :class:`CorruptChunk`.
+        """Verify a stored chunk object and decode it into ``target``. ``hashed``: its payload has been.
 
-        ``hashed``: its payload has been.
+        Raises :class:`CorruptChunk` for whatever the codec raises.
         """
         found = StoredHeader.verify(stored, key, hashed=hashed)
-        header, codec = found.chunk, self._known.get(found.codec)
+        header, codec = found.chunk, self.known.get(found.codec)
         if object_bytes(header.payload_bytes) != len(target):
             raise CorruptChunk("has a payload of {} bytes", header.payload_bytes)
         if codec is None:
@@ -216,8 +201,15 @@ class Encoder:
             source = decrypted
         elif found.encryption is not None:
             raise UnreadableChunk("is encrypted, but the tier has no `encrypt`")
-        if source is not payload:
-            decode(codec, header, self._layouts.get(header.namespace), source, payload)
+        try:
+            if source is not payload:
+                codec.decode(header, self._layouts.get(header.namespace), source, payload)
+        except CorruptChunk:
+            raise
+        except MemoryError as error:
+            raise UnreadableChunk("cannot be decoded now: {!r}", error) from error
+        except Exception as error:
+            raise CorruptChunk("cannot be decoded: {!r}", error) from error
         target[:HEADER_BYTES] = header.packed()
 
     @contextmanager
@@ -231,30 +223,12 @@ class Encoder:
             buffer = memoryview(memory)
         else:
             buffer = self._kept.pop(place)
-        ends = [0]
-        for length in lengths:
-            ends.append(ends[-1] + length)
         try:
-            yield [buffer[start:stop] for start, stop in pairwise(ends)]
+            yield [buffer[start:stop] for start, stop in pairwise(accumulate(lengths, initial=0))]
         finally:
             self._kept = [buffer, *self._kept][:KEPT_BUFFERS]
 
 
-def decode(
-    codec: Codec, header: ChunkHeader, layout: ChunkLayout | None, source: memoryview, payload: memoryview
-) -> None:
-    """Decode a payload that was read. Raises :class:`CorruptChunk` for whatever the codec raises."""
-    try:
-        codec.decode(header, layout, source, payload)
-    except CorruptChunk:
-        raise
-    except MemoryError as error:
-        raise UnreadableChunk("cannot be decoded now: {!r}", error) from error
-    except Exception as error:
-        raise CorruptChunk("cannot be decoded: {!r}", error) from error
-
-
-_TRANSFERRED = (Outcome.OK, Outcome.VERIFIED)
 _IDENTITY = IdentityCodec(CodecSettings(type="identity"))
 
 
@@ -264,19 +238,11 @@ def _payload(chunk: memoryview, length: int) -> memoryview:
 
 @dataclass
 class Written:
-    """What a tier with a codec has written since it was opened."""
+    """What a tier with a codec or encryption has written since it was opened."""
 
     chunk_bytes: int = 0
     """Before encoding."""
     stored_bytes: int = 0
-
-
-class _Read(NamedTuple):
-    """An object to read: into the chunk's memory, or into ``encoded`` and from there."""
-
-    key: ChunkKey
-    chunk: memoryview
-    encoded: memoryview | None
 
 
 class EncodedSeal(Seal):
@@ -297,41 +263,27 @@ class EncodedSeal(Seal):
     ) -> None:
         """``catalog``: knows the length of each object in the tier. ``is_full``: see :class:`CodecChoice`."""
         super().__init__(backend, sealer)
-        self.written = Written() if encoder.encodes else None
-        """What its codec made of what was written; ``None`` without one."""
+        self.written = Written()
         self.choice = CodecChoice(is_full, MIN_GAIN) if encoder.measured else None
         """With ``codec: auto``."""
+        self._known = encoder.known
         self._encoder = encoder
         self._catalog = catalog
         self._tier = tier
 
-    @property
-    def has_codec(self) -> bool:
-        """Whether the tier has a codec."""
-        return self._encoder.has_codec
-
-    @property
-    def makes_smaller(self) -> bool:
-        """Whether chunks that are written now are encoded by a codec."""
-        return self.has_codec and (self.choice is None or self.choice.encodes)
-
     async def _put(self, items: Sequence[PutItem]) -> Sequence[Outcome]:
         """Encode and seal each chunk object, and store it."""
-        if self.written is None:
-            return await super()._put(items)
         if self.choice is not None and self.choice.needs_trial:
             try:
                 await self._try_codec(items, self.choice)
             except Exception as error:
                 logger.warning("the codec cannot be measured: %r; storing chunks as they are", error)
                 self.choice.tried(1, 1, 0.0)
-        smaller = self.makes_smaller
+        smaller = self._encoder.has_codec and (self.choice is None or self.choice.encodes)
         if smaller or self._encoder.keys is not None:
             return await self._put_encoded(items, smaller=smaller)
         outcomes = await super()._put(items)
-        stored = sum(
-            len(view) for (_, view), outcome in zip(items, outcomes, strict=True) if outcome is Outcome.OK
-        )
+        stored = _transferred(items, outcomes)
         self.written.chunk_bytes += stored
         self.written.stored_bytes += stored
         return outcomes
@@ -346,90 +298,71 @@ class EncodedSeal(Seal):
     async def _put_encoded(
         self, items: Sequence[PutItem], *, smaller: bool = True, replaces: bool = False
     ) -> Sequence[Outcome]:
-        headers = await self._sealer.headers(items)
-        outcomes = [Outcome.MISS] * len(items)
-        valid = [(at, header) for at, header in enumerate(headers) if header is not None]
-        with self._encoder.scratch([self._encoder.max_bytes(header) for _, header in valid]) as buffers:
-            encoded = await self._encode(items, valid, buffers, smaller=smaller)
-            stored: dict[int, memoryview | None] = {}
-            for (at, _), view in zip(valid, encoded, strict=True):
+        encoder, found = self._encoder, await self._sealer.headers(items)
+        valid = [at for at, header in enumerate(found) if header is not None]
+        headers = [header for header in found if header is not None]
+        keys = encoder.keys
+        tenants = [keys.mark_of(self._catalog.tenant(header.key)) if keys else b"" for header in headers]
+
+        def encode(
+            at: int, header: ChunkHeader, buffer: memoryview, tenant: bytes
+        ) -> memoryview | Fault | None:
+            try:
+                return encoder.encode(header, items[at][1], buffer, tenant, smaller=smaller)
+            except CorruptChunk as error:
+                return Fault(error.kind, str(error))
+
+        with encoder.scratch([encoder.max_bytes(header) for header in headers]) as buffers:
+            encoded = await self._in_threads(encode, valid, headers, buffers, tenants)
+            views: dict[int, memoryview] = {}
+            plain = []
+            for at, view in zip(valid, encoded, strict=True):
                 if isinstance(view, Fault):
                     self._sealer.damaged(items[at], view.kind, view.text)
-                elif not replaces or (view is not None and len(view) < len(items[at][1])):
-                    stored[at] = view
-            plain = [at for at, view in stored.items() if view is None]
-            for at, seal in zip(plain, await self._sealer.seal([items[at] for at in plain]), strict=True):
-                stored[at] = items[at][1] if seal is not None else None
-            views = [(at, view) for at, view in stored.items() if view is not None]
-            results = await self._write([(items[at][0], view) for at, view in views])
-        for (at, view), outcome in zip(views, results, strict=True):
+                elif view is None:
+                    plain += [] if replaces else [at]
+                elif not replaces or len(view) < len(items[at][1]):
+                    views[at] = view
+            seals = await self._sealer.seal([items[at] for at in plain])
+            views |= {at: items[at][1] for at, seal in zip(plain, seals, strict=True) if seal is not None}
+            throughput = None if self.choice is None else self.choice.writes
+            stored = [(items[at][0], view) for at, view in views.items()]
+            results = await _timed(throughput, self._backend.put, stored)
+        outcomes = [Outcome.MISS] * len(items)
+        for (at, view), outcome in zip(views.items(), results, strict=True):
             outcomes[at] = outcome
             if outcome is Outcome.OK:
                 key, chunk = items[at]
-                if self.written is not None:
-                    self.written.chunk_bytes += len(chunk)
-                    self.written.stored_bytes += len(view)
+                self.written.chunk_bytes += len(chunk)
+                self.written.stored_bytes += len(view)
                 self._catalog.resize(key, self._tier, len(view))
         return outcomes
 
     async def _try_codec(self, items: Sequence[PutItem], choice: CodecChoice) -> None:
         """Encode a batch and decode it again, to measure the codec."""
         encoder = self._encoder
-        headers = await self._sealer.headers(items)
-        pairs = zip(headers, items, strict=True)
-        valid = [(header, chunk) for header, (_, chunk) in pairs if header is not None]
+        found = zip(await self._sealer.headers(items), items, strict=True)
+        valid = [(header, chunk) for header, (_, chunk) in found if header is not None]
         if not valid:
             return
-        lengths = [encoder.max_bytes(header) for header, _ in valid] + [len(chunk) for _, chunk in valid]
-        with encoder.scratch(lengths) as buffers:
-            work = [(*each, stored) for each, stored in zip(valid, buffers, strict=False)]
-            encode = encoder.encode_payload
-            found = await spread(lambda one: encode(*one), work, parts=PARTS_AT_ONCE, executor=self._executor)
-            encoded = [
-                (header, stored, length, target)
-                for (header, _, stored), length, target in zip(work, found, buffers[len(work) :], strict=True)
-                if length is not None
-            ]
+        headers, chunks = zip(*valid, strict=True)
+        sizes = [len(chunk) for chunk in chunks]
+        with encoder.scratch([*map(encoder.max_bytes, headers), *sizes]) as buffers:
+            stored, targets = buffers[: len(valid)], buffers[len(valid) :]
+            lengths = await self._in_threads(encoder.encode_payload, headers, chunks, stored)
             began = time.monotonic()
-            decode = encoder.decode_payload
-            await spread(lambda one: decode(*one), encoded, parts=PARTS_AT_ONCE, executor=self._executor)
+            await self._in_threads(encoder.decode_payload, headers, stored, lengths, targets)
             seconds = time.monotonic() - began
-        sizes = [
-            len(chunk) if length is None else object_bytes(length)
-            for (_, chunk), length in zip(valid, found, strict=True)
+        encoded = [
+            size if length is None else object_bytes(length)
+            for size, length in zip(sizes, lengths, strict=True)
         ]
-        choice.tried(sum(len(chunk) for _, chunk in valid), sum(sizes), seconds)
+        choice.tried(sum(sizes), sum(encoded), seconds)
 
-    async def _write(self, items: Sequence[PutItem]) -> Sequence[Outcome]:
-        call = self._backend.put
-        return await (call(items) if self.choice is None else _timed(self.choice.writes, call, items))
-
-    async def _read(self, items: Sequence[GetItem]) -> Sequence[Outcome]:
-        call = self._backend.get
-        return await (call(items) if self.choice is None else _timed(self.choice.reads, call, items))
-
-    async def _encode(
-        self,
-        items: Sequence[PutItem],
-        valid: Sequence[tuple[int, ChunkHeader]],
-        buffers: Sequence[memoryview],
-        *,
-        smaller: bool,
-    ) -> list[memoryview | Fault | None]:
-        """Return the encoded object of each item, or ``None`` if it is to be stored as it is."""
-        keys = self._encoder.keys
-        work = [
-            (header, items[at][1], buffer, keys.mark_of(self._catalog.tenant(header.key)) if keys else b"")
-            for (at, header), buffer in zip(valid, buffers, strict=True)
-        ]
-
-        def encode(one: tuple[ChunkHeader, memoryview, memoryview, bytes]) -> memoryview | Fault | None:
-            try:
-                return self._encoder.encode(*one, smaller=smaller)
-            except CorruptChunk as error:
-                return Fault(error.kind, str(error))
-
-        return await spread(encode, work, parts=PARTS_AT_ONCE, executor=self._executor)
+    async def _in_threads(self, call: Callable[..., ResultT], *arguments: Sequence[object]) -> list[ResultT]:
+        """Call a function with the first of each of the ``arguments``, with the second of each, and so on."""
+        calls = list(zip(*arguments, strict=True))
+        return await spread(lambda one: call(*one), calls, parts=HASHED_AT_ONCE, executor=self._executor)
 
     async def get(self, items: Sequence[GetItem]) -> Sequence[Outcome]:
         """Fill each view with a verified and decoded chunk object. See :meth:`Backend.get`."""
@@ -438,11 +371,11 @@ class EncodedSeal(Seal):
         # One may have been replaced by an encoded one since.
         missed = [at for at, outcome in enumerate(outcomes) if outcome is Outcome.MISS]
         if missed and self._pool is None:
-            now = await self._lengths([items[at] for at in missed])
-            replaced = [(at, length) for at, length in zip(missed, now, strict=True) if length != lengths[at]]
+            now = await self._lengths(items)
+            replaced = [at for at in missed if now[at] != lengths[at]]
             if replaced:
-                again = await self._get([items[at] for at, _ in replaced], [length for _, length in replaced])
-                for (at, _), outcome in zip(replaced, again, strict=True):
+                again = await self._get([items[at] for at in replaced], [now[at] for at in replaced])
+                for at, outcome in zip(replaced, again, strict=True):
                     outcomes[at] = outcome
         return outcomes
 
@@ -453,11 +386,9 @@ class EncodedSeal(Seal):
             return await super().get(items)
         with self._encoder.scratch([lengths[at] for at in encoded]) as buffers:
             places = dict(zip(encoded, buffers, strict=True))
-            reads = [_Read(key, view, places.get(at)) for at, (key, view) in enumerate(items)]
-            found = await self._read(
-                [(read.key, read.chunk if read.encoded is None else read.encoded) for read in reads]
-            )
-            return await self._checked(reads, found, self._decode, parts=PARTS_AT_ONCE)
+            reads = [(key, view, places.get(at)) for at, (key, view) in enumerate(items)]
+            found = await self._read([(key, view if place is None else place) for key, view, place in reads])
+            return await self._checked(reads, found, self._decode, parts=HASHED_AT_ONCE)
 
     async def _lengths(self, items: Sequence[GetItem]) -> list[int]:
         """Return the length of each object in the medium. A shared pool is asked: others write to it, too."""
@@ -470,22 +401,27 @@ class EncodedSeal(Seal):
             for length, (_, view) in zip(held, items, strict=True)
         ]
 
-    def _decode(self, read: _Read, hashed: bool) -> None:
-        if read.encoded is None:
-            ChunkHeader.verify(read.chunk, read.key, hashed=hashed)
+    def _decode(self, read: tuple[ChunkKey, memoryview, memoryview | None], hashed: bool) -> None:
+        """Verify what was read into a chunk's memory, or decode it into that from where it was read to."""
+        key, chunk, encoded = read
+        if encoded is None:
+            ChunkHeader.verify(chunk, key, hashed=hashed)
         else:
-            self._encoder.decode(read.key, read.encoded, read.chunk, hashed=hashed)
+            self._encoder.decode(key, encoded, chunk, hashed=hashed)
 
-    def _can_read(self, codec: int) -> bool:
-        return self._encoder.knows(codec)
+    async def _read(self, items: Sequence[GetItem]) -> Sequence[Outcome]:
+        throughput = None if self.choice is None else self.choice.reads
+        return await _timed(throughput, self._backend.get, items)
 
 
 async def _timed(
-    throughput: Throughput,
+    throughput: Throughput | None,
     call: Callable[[Sequence[PutItem]], Awaitable[Sequence[Outcome]]],
     items: Sequence[PutItem],
 ) -> Sequence[Outcome]:
     """Call a medium, and record how long it took."""
+    if throughput is None:
+        return await call(items)
     total = sum(len(view) for _, view in items)
     outcomes: Sequence[Outcome] = ()
     throughput.begin(total)
@@ -493,5 +429,10 @@ async def _timed(
         outcomes = await call(items)
         return outcomes
     finally:
-        results = zip(items, outcomes, strict=False)
-        throughput.end(total, sum(len(view) for (_, view), outcome in results if outcome in _TRANSFERRED))
+        throughput.end(total, _transferred(items, outcomes))
+
+
+def _transferred(items: Sequence[PutItem], outcomes: Sequence[Outcome]) -> int:
+    """Return the bytes of those that were written or read. There may be too few outcomes, or none."""
+    results = zip(items, outcomes, strict=False)
+    return sum(len(view) for (_, view), outcome in results if outcome in (Outcome.OK, Outcome.VERIFIED))

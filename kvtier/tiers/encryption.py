@@ -95,9 +95,7 @@ class Keys:
         """
         used = Encryption(self.current, tenant, os.urandom(SALT_BYTES))
         cipher = Cipher(algorithms.AES(self._key(header.key, used)), modes.GCM(_NONCE)).encryptor()
-        cipher.authenticate_additional_data(StoredHeader.authenticated(header, codec, len(source), used))
-        _update(cipher, source, target)
-        cipher.finalize()
+        _run(cipher, StoredHeader.authenticated(header, codec, len(source), used), source, target)
         return used._replace(tag=cipher.tag)
 
     def mark_of(self, tenant: str) -> bytes:
@@ -123,15 +121,10 @@ class Keys:
         Raises :class:`UnreadableChunk` if the key is not known, or another one, or anything was changed.
         """
         used = self.encryption_of(stored)
-        cipher = Cipher(
-            algorithms.AES(self._key(stored.chunk.key, used)), modes.GCM(_NONCE, used.tag)
-        ).decryptor()
-        cipher.authenticate_additional_data(
-            StoredHeader.authenticated(stored.chunk, stored.codec, len(source), used)
-        )
-        _update(cipher, source, target)
+        aes, mode = algorithms.AES(self._key(stored.chunk.key, used)), modes.GCM(_NONCE, used.tag)
+        authenticated = StoredHeader.authenticated(stored.chunk, stored.codec, len(source), used)
         try:
-            cipher.finalize()
+            _run(Cipher(aes, mode).decryptor(), authenticated, source, target)
         except InvalidTag:
             raise UnreadableChunk(
                 "was not encrypted with key {} of the key file, or changed", used.key_number
@@ -148,12 +141,14 @@ class Keys:
         return _derived(of_tenant, b"kvtier object v1" + chunk, used.salt)
 
 
-def _update(cipher: AEADCipherContext, source: memoryview, target: memoryview) -> None:
+def _run(cipher: AEADCipherContext, authenticated: bytes, source: memoryview, target: memoryview) -> None:
+    cipher.authenticate_additional_data(authenticated)
     for start in range(0, len(source), PIECE_BYTES):
         if start:
             let_others_run()
         piece = slice(start, start + PIECE_BYTES)
         cipher.update_into(source[piece], target[piece])
+    cipher.finalize()
 
 
 def _derived(key: bytes, info: bytes, salt: bytes) -> bytes:

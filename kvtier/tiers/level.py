@@ -33,6 +33,11 @@ class ChunkBytes(NamedTuple):
 class Level:
     """What host memory and the tiers below it have in common. The order is that of the settings."""
 
+    written: Written | None = None
+    """What was written here, before and after encoding; ``None`` without a codec and encryption."""
+    choice: CodecChoice | None = None
+    """What decides whether it encodes; ``None`` without ``codec: auto``."""
+
     def __init__(self, index: int, settings: TierSettings, catalog: Catalog) -> None:
         self.index = index
         self.settings = settings
@@ -80,16 +85,6 @@ class Level:
     def unreadable(self) -> int:
         """Number of chunks found here that were stored with other settings."""
         return 0
-
-    @property
-    def written(self) -> Written | None:
-        """What its codec made of what was written here; ``None`` without a codec."""
-        return None
-
-    @property
-    def choice(self) -> CodecChoice | None:
-        """What decides whether it encodes; ``None`` without ``codec: auto``."""
-        return None
 
     def cost(self, length: int) -> float | None:
         """Return the expected seconds to read ``length`` bytes; ``None`` if unknown."""

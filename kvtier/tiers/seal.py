@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Container, Sequence
 from functools import cached_property, partial
 from typing import Any, NamedTuple, TypeVar
 
@@ -23,12 +23,10 @@ from kvtier.errors import CorruptChunk, UnreadableChunk
 from kvtier.logs import RateLimitedLogs
 from kvtier.memory.header import IDENTITY, ChunkHeader, StoredHeader
 from kvtier.memory.keys import ChunkKey
-from kvtier.tiers.sealer import Sealer
+from kvtier.tiers.sealer import HASHED_AT_ONCE, Sealer
 
 logger = logging.getLogger("kvtier")
 
-PARTS_AT_ONCE = 4
-"""Threads that compute checksums. One thread reaches 20 to 30 GB/s, more than any medium."""
 OF_OTHERS_SECONDS = 600.0
 """For this long, an object of a pool that others can read is not replaced: they would replace it again."""
 MAX_OF_OTHERS = 100_000
@@ -70,10 +68,12 @@ class Seal:
         """Called with the key of each of them."""
         self._of_others: dict[ChunkKey, float] = {}
         """Those of them in a shared pool, with the time: other hosts can read them."""
+        self._known: Container[int] = (IDENTITY,)
+        """The codes of payloads that can be read."""
         self._backend = backend
         self._sealer = sealer or Sealer()
         self._verify = verify
-        self._executor = WorkerThreads(PARTS_AT_ONCE)
+        self._executor = WorkerThreads(HASHED_AT_ONCE)
         self._warn = RateLimitedLogs(logger)
 
     async def put(self, items: Sequence[PutItem]) -> Sequence[Outcome]:
@@ -165,12 +165,8 @@ class Seal:
             raise CorruptChunk("holds chunk {}", header.chunk.key.hex()[:16])
         if header.object_bytes != stored.length:
             raise CorruptChunk("is {} bytes for a payload of {}", stored.length, header.stored_bytes)
-        if not self._can_read(header.codec):
+        if header.codec not in self._known:
             raise UnreadableChunk("is encoded by codec {}", header.codec)
-
-    def _can_read(self, codec: int) -> bool:
-        """Whether payloads with this code can be read."""
-        return codec == IDENTITY
 
     async def _remove(self, faulty: Sequence[tuple[ChunkKey, Fault]]) -> None:
         """Delete corrupt objects, and those that cannot be read, unless other hosts can."""

@@ -26,7 +26,7 @@ from kvtier.memory.keys import ChunkKey
 
 logger = logging.getLogger("kvtier")
 
-SEALED_AT_ONCE = 4
+HASHED_AT_ONCE = 4
 """Threads that compute checksums. One thread reaches 20 to 30 GB/s, more than any medium."""
 
 _Place = tuple[ChunkKey, int]
@@ -90,7 +90,7 @@ class Sealer:
         self.on_corrupt: Callable[[ChunkKey, memoryview], None] = _ignore
         """Called in the event loop for each corrupt chunk object."""
         self._in_flight: dict[_Place, tuple[_Job, int]] = {}
-        self._executor = WorkerThreads(SEALED_AT_ONCE)
+        self._executor = WorkerThreads(HASHED_AT_ONCE)
         self._warn = RateLimitedLogs(logger)
 
     async def seal(self, items: Sequence[PutItem]) -> list[SealedHeader | None]:

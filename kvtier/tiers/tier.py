@@ -29,9 +29,8 @@ from kvtier.memory.keys import KEY_BYTES, ChunkKey
 from kvtier.settings import TierSettings
 from kvtier.tiers.batches import BATCH_BYTES
 from kvtier.tiers.breaker import CircuitBreaker
-from kvtier.tiers.codec_choice import CodecChoice
 from kvtier.tiers.costs import ReadCost
-from kvtier.tiers.encoded_seal import EncodedSeal, Encoder, Written
+from kvtier.tiers.encoded_seal import EncodedSeal, Encoder
 from kvtier.tiers.level import ChunkBytes, Level
 from kvtier.tiers.seal import Seal
 from kvtier.tiers.sealer import Sealer
@@ -149,6 +148,10 @@ class Tier(Level):
             self.seal = Seal(backend, sealer, verify=self.capabilities.arena is None)
         else:
             self.seal = EncodedSeal(backend, sealer, encoder, catalog, index, self.is_full)
+            self.choice = self.seal.choice
+            # Without them, it only decodes what the tier holds from earlier settings.
+            if encoder.has_codec or encoder.keys is not None:
+                self.written = self.seal.written
         self.seal.on_unreadable = lambda key: catalog.gone.note([key], MissReason.UNREADABLE, index)
         self._deletions = Deletions(settings.name, backend, kept=self._miss)
         self._tasks = tasks
@@ -191,32 +194,12 @@ class Tier(Level):
         """Number of objects found in the medium that were stored with other settings."""
         return self.seal.unreadable
 
-    @property
-    def written(self) -> Written | None:
-        """What its codec made of what was written here; ``None`` without a codec."""
-        return self.seal.written if isinstance(self.seal, EncodedSeal) else None
-
-    @property
-    def choice(self) -> CodecChoice | None:
-        """What decides whether it encodes; ``None`` without ``codec: auto``."""
-        return self.seal.choice if isinstance(self.seal, EncodedSeal) else None
-
     def is_full(self) -> bool:
         """Whether it evicts, or would have lately if it had not encoded what it holds."""
         settings, now = self._local, time.monotonic()
         if settings is not None and self.used_bytes >= settings.capacity * settings.low_watermark:
             self._full_until = now + FULL_SECONDS
         return now < self._full_until
-
-    @property
-    def has_codec(self) -> bool:
-        """Whether it has a codec."""
-        return isinstance(self.seal, EncodedSeal) and self.seal.has_codec
-
-    @property
-    def makes_smaller(self) -> bool:
-        """Whether chunks that are written here now are encoded by a codec."""
-        return isinstance(self.seal, EncodedSeal) and self.seal.makes_smaller
 
     def excess_bytes(self, incoming: int) -> int:
         """Return the bytes to evict before ``incoming`` more are added; 0 if the medium deletes nothing."""

@@ -6,15 +6,14 @@
 #include <cstdint>
 #include <span>
 
+#include "kvtier/cpu.hpp"
+
 namespace kvtier {
 
 // Shorter inputs use other variants of the hash, which are not implemented.
 inline constexpr std::size_t min_checksummed = 241;
 
 using Digest = std::array<std::byte, 16>;
-
-// Instruction sets for the hash. Each gives the same digest.
-enum class Vectors { none, avx2, avx512 };
 
 // The XXH3-128 of `bytes` with seed 0, which may arrive one part after the other. Hashing a part while it is in the
 // CPU's caches takes half as long as later (Zen 4, AVX-512: 60 instead of 29 GB/s).

@@ -8,6 +8,13 @@
 #include <cpuid.h>
 #endif
 
+namespace kvtier {
+
+// Up to which instruction set to use what this machine has. All give the same bytes.
+enum class Vectors { none, avx2, avx512 };
+
+}  // namespace kvtier
+
 namespace kvtier::cpu {
 
 struct Features {

@@ -8,23 +8,20 @@
 #include <cstddef>
 #include <cstdint>
 #include <span>
-#include <vector>
+
+#include "kvtier/cpu.hpp"
 
 namespace kvtier::codec {
-
-struct Kernels;
-
-// Instruction sets that this machine has, the fastest first. All write the same bytes.
-std::vector<const Kernels*> kernels();
 
 // How many bytes encoding `length` bytes may need.
 std::size_t max_encoded(std::size_t length);
 
 // Encode `source` into `target`, which has max_encoded bytes. Return how many were written.
-std::size_t encode(std::span<const std::uint8_t> source, std::span<std::uint8_t> target, const Kernels& kernels);
+std::size_t encode(std::span<const std::uint8_t> source, std::span<std::uint8_t> target,
+                   Vectors limit = Vectors::avx512);
 
 // Decode `source` into `target`. Throws std::invalid_argument, having written a part of `target`, unless it was encoded
 // from as many bytes. Neither reads nor writes anything else, for any input.
-void decode(std::span<const std::uint8_t> source, std::span<std::uint8_t> target, const Kernels& kernels);
+void decode(std::span<const std::uint8_t> source, std::span<std::uint8_t> target, Vectors limit = Vectors::avx512);
 
 }  // namespace kvtier::codec

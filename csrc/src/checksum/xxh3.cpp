@@ -8,18 +8,7 @@
 #include <stdexcept>
 
 #include "kvtier/checksum.hpp"
-#include "kvtier/cpu.hpp"
-
-#if defined(__x86_64__)
-// GCC 12's own intrinsics for AVX-512 begin with a variable that they do not initialize.
-#pragma GCC diagnostic push
-#pragma GCC diagnostic ignored "-Wuninitialized"
-#if !defined(__clang__)
-#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
-#endif
-#include <immintrin.h>
-#pragma GCC diagnostic pop
-#endif
+#include "kvtier/intrinsics.hpp"
 
 namespace kvtier {
 

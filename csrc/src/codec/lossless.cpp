@@ -2,13 +2,13 @@
 
 #include <algorithm>
 #include <array>
+#include <bit>
 #include <cstring>
 #include <functional>
 #include <stdexcept>
 #include <utility>
 
-#include "kvtier/cpu.hpp"
-#include "planes.hpp"
+#include "kvtier/intrinsics.hpp"
 #include "reader.hpp"
 
 // Format, little-endian: segments, until the length of the payload is reached. Of each:
@@ -23,8 +23,42 @@ namespace kvtier::codec {
 
 namespace {
 
+static_assert(std::endian::native == std::endian::little, "reads little-endian values without conversion");
+
 using Source = std::span<const std::uint8_t>;
 using Target = std::span<std::uint8_t>;
+
+// Words or symbols that are processed at a time. Planes have room for a multiple of it.
+constexpr std::size_t group = 64;
+// Symbols with a code of their own, at most. With codes of n bits, the last of 2^n codes is for all other symbols.
+constexpr unsigned max_bits = 7;
+constexpr std::size_t planes_count = 4;
+
+// The inner loops, for each kind of processor.
+//
+// Words of four bytes are divided into planes: plane i has byte i of each word after a rotation by one bit to the left.
+// That puts the exponent of a float32, and those of two bfloat16, into bytes of their own; and of smaller types, whose
+// exponents have fewer bits, exponent and mantissa.
+struct Kernels {
+    // Divide words into planes, from word `at` to `count`. Reads nothing behind them.
+    void (*split)(const std::uint8_t* words, std::size_t at, std::size_t count, std::uint8_t* const* planes);
+    // The inverse of split.
+    void (*merge)(const std::uint8_t* const* planes, std::size_t at, std::size_t count, std::uint8_t* words);
+    // Write the code of each symbol with `bits` bits, and the symbols without one to `escapes`; return how many these
+    // are. `count` is a multiple of `group`. May write `group` bytes behind codes and escapes.
+    std::size_t (*pack)(const std::uint8_t* plane, std::size_t count, unsigned bits, const std::uint8_t* codes_of,
+                        std::uint8_t* codes, std::uint8_t* escapes);
+    // The inverse of pack, which reads no byte behind codes and escapes. Return how many escapes were used, or -1 if
+    // there are too few.
+    std::ptrdiff_t (*unpack)(const std::uint8_t* codes, std::size_t count, unsigned bits, const std::uint8_t* symbols,
+                             std::span<const std::uint8_t> escapes, std::uint8_t* plane);
+};
+
+#include "planes_portable.inc"
+#if defined(__x86_64__)
+#include "planes_avx2.inc"
+#include "planes_avx512.inc"
+#endif
 
 // A page of K or V of a usual model. Each segment has tables of its own; its planes fit into the L2 cache of a core.
 constexpr std::size_t segment_bytes = std::size_t{32} << 10;
@@ -43,12 +77,8 @@ constexpr unsigned skipped = 3;
 // Memory for the planes of one segment.
 struct Planes {
     alignas(64) std::array<std::array<std::uint8_t, max_symbols>, planes_count> bytes;
-    std::array<std::uint8_t*, planes_count> at;
+    std::uint8_t* at[planes_count] = {bytes[0].data(), bytes[1].data(), bytes[2].data(), bytes[3].data()};
     std::array<unsigned, planes_count> skip{};
-
-    Planes() {
-        for (std::size_t plane = 0; plane < planes_count; ++plane) at[plane] = bytes[plane].data();
-    }
 };
 
 // The codes of a plane: that of a symbol is its place.
@@ -147,7 +177,7 @@ std::size_t write_codes(std::uint8_t* plane, std::size_t count, const Table& tab
 bool encode_segment(Source segment, Planes& planes, Writer& out, const Kernels& kernels) {
     const std::uint8_t* const begin = out.at();
     const std::size_t count = segment.size() / 4;
-    kernels.split(segment.data(), count, planes.at.data());
+    kernels.split(segment.data(), 0, count, planes.at);
     std::array<Table, planes_count> tables;
     bool gains = false;
     for (std::size_t plane = 0; plane < planes_count; ++plane) {
@@ -208,29 +238,28 @@ void decode_segment(Target segment, Planes& planes, Reader& in, const Kernels& k
         }
         bytes[plane] = planes.at[plane];
     }
-    kernels.merge(bytes.data(), count, segment.data());
+    kernels.merge(bytes.data(), 0, count, segment.data());
     std::memcpy(segment.data() + 4 * count, in.take(segment.size() - 4 * count).data(), segment.size() - 4 * count);
 }
 
-}  // namespace
-
-std::vector<const Kernels*> kernels() {
-    std::vector<const Kernels*> found;
+const Kernels& fastest([[maybe_unused]] Vectors limit) {
 #if defined(__x86_64__)
-    if (cpu::features().avx512_bytes) found.push_back(&avx512_kernels);
-    if (cpu::features().avx2) found.push_back(&avx2_kernels);
+    if (limit == Vectors::avx512 && cpu::features().avx512_bytes) return avx512::kernels;
+    if (limit != Vectors::none && cpu::features().avx2) return avx2::kernels;
 #endif
-    found.push_back(&portable_kernels);
-    return found;
+    return portable::kernels;
 }
+
+}  // namespace
 
 std::size_t max_encoded(std::size_t length) {
     // The last segment may have been written with more bytes than it had, before that is noticed.
     return length + (length / segment_bytes + 1) * sizeof(std::uint32_t) + 2 * segment_bytes;
 }
 
-std::size_t encode(std::span<const std::uint8_t> source, std::span<std::uint8_t> target, const Kernels& kernels) {
+std::size_t encode(Source source, Target target, Vectors limit) {
     if (target.size() < max_encoded(source.size())) throw std::invalid_argument("the target is too short");
+    const Kernels& kernels = fastest(limit);
     Planes planes;
     Writer out(target.data());
     for (; !source.empty(); source = source.subspan(std::min(segment_bytes, source.size()))) {
@@ -244,7 +273,8 @@ std::size_t encode(std::span<const std::uint8_t> source, std::span<std::uint8_t>
     return static_cast<std::size_t>(out.at() - target.data());
 }
 
-void decode(std::span<const std::uint8_t> source, std::span<std::uint8_t> target, const Kernels& kernels) {
+void decode(Source source, Target target, Vectors limit) {
+    const Kernels& kernels = fastest(limit);
     Planes planes;
     Reader in(source);
     while (!target.empty()) {

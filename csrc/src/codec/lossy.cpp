@@ -7,7 +7,6 @@
 #include <cstring>
 #include <stdexcept>
 
-#include "kvtier/cpu.hpp"
 #include "reader.hpp"
 
 // Format, little-endian:
@@ -139,17 +138,15 @@ void each_tile(const Section& section, std::uint8_t* pages, Each each) {
     }
 }
 
-}  // namespace
-
-std::vector<const TileKernels*> tile_kernels() {
-    std::vector<const TileKernels*> found;
+const TileKernels& fastest([[maybe_unused]] Vectors limit) {
 #if defined(__x86_64__)
-    if (cpu::features().avx512) found.push_back(&avx512::kernels);
-    if (cpu::features().avx2) found.push_back(&avx2::kernels);
+    if (limit == Vectors::avx512 && cpu::features().avx512) return avx512::kernels;
+    if (limit != Vectors::none && cpu::features().avx2) return avx2::kernels;
 #endif
-    found.push_back(&portable::kernels);
-    return found;
+    return portable::kernels;
 }
+
+}  // namespace
 
 std::size_t lossy_bound(Source table, std::size_t length) {
     std::size_t bound = 2 * sizeof(std::uint32_t) + table.size() + length;
@@ -165,8 +162,7 @@ std::size_t lossy_bound(Source table, std::size_t length) {
     return bound;
 }
 
-std::size_t lossy_encode(Form form, Source table, Source source, std::span<std::uint8_t> target,
-                         const TileKernels& kernels) {
+std::size_t lossy_encode(Form form, Source table, Source source, std::span<std::uint8_t> target, Vectors limit) {
     if (target.size() < lossy_bound(table, source.size())) throw std::invalid_argument("the target is too short");
     const std::size_t number = number_of(form);
     std::uint8_t* out = target.data();
@@ -185,7 +181,7 @@ std::size_t lossy_encode(Form form, Source table, Source source, std::span<std::
             write(pages.data(), pages.size());
             continue;
         }
-        const auto encode = kernels.encode[number][section.number()];
+        const auto encode = fastest(limit).encode[number][section.number()];
         // It only reads from the pages.
         each_tile(section, const_cast<std::uint8_t*>(pages.data()), [&](const Tile& tile) {
             const Order order = encode(tile, out + 1);
@@ -200,7 +196,7 @@ std::size_t lossy_encode(Form form, Source table, Source source, std::span<std::
     return static_cast<std::size_t>(out - target.data());
 }
 
-void lossy_decode(Source source, std::span<std::uint8_t> target, const TileKernels& kernels) {
+void lossy_decode(Source source, std::span<std::uint8_t> target, Vectors limit) {
     Reader in(source);
     const auto form = in.value<Form>();
     const std::size_t number = number_of(form);
@@ -213,7 +209,7 @@ void lossy_decode(Source source, std::span<std::uint8_t> target, const TileKerne
             std::ranges::copy(in.take(pages.size()), pages.begin());
             continue;
         }
-        const auto decode = kernels.decode[number][section.number()];
+        const auto decode = fastest(limit).decode[number][section.number()];
         each_tile(section, pages.data(), [&](const Tile& tile) {
             const auto order = in.value<Order>();
             if (order == Order::row || order == Order::column) {

@@ -5,10 +5,7 @@
 
 #include "kvtier/copy.hpp"
 #include "kvtier/cpu.hpp"
-
-#if defined(__x86_64__)
-#include <immintrin.h>
-#endif
+#include "kvtier/intrinsics.hpp"
 
 namespace kvtier {
 

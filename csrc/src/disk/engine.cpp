@@ -2,13 +2,10 @@
 
 #include <fcntl.h>
 #include <pthread.h>
-#include <sys/eventfd.h>
 #include <sys/stat.h>
-#include <unistd.h>
 
 #include <cerrno>
 #include <optional>
-#include <system_error>
 #include <utility>
 
 #include "kvtier/signals.hpp"
@@ -58,24 +55,6 @@ bool moves(const Request& request) {
 }
 
 }  // namespace
-
-Event::Event() : descriptor_(::eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)) {
-    if (descriptor_ < 0) throw std::system_error(errno, std::generic_category(), "eventfd");
-}
-
-Event::~Event() {
-    ::close(descriptor_);
-}
-
-void Event::signal() const {
-    // It fails only if the counter is at its maximum, and then the event is signalled anyway.
-    static_cast<void>(::eventfd_write(descriptor_, 1));
-}
-
-void Event::clear() const {
-    eventfd_t count = 0;
-    static_cast<void>(::eventfd_read(descriptor_, &count));
-}
 
 Engine::Engine(unsigned depth) : depth_(depth) {
     std::promise<void> ready;

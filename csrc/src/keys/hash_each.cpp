@@ -1,21 +1,40 @@
 #include <algorithm>
+#include <cstring>
 #include <vector>
 
+#include "blake3_schedule.hpp"
 #include "kvtier/blake3.hpp"
 #include "kvtier/cpu.hpp"
-#include "leaves.hpp"
+#include "kvtier/intrinsics.hpp"
 
 namespace kvtier::keys {
 
 namespace {
 
+#define KVTIER_SET portable
+#define KVTIER_LANES 4
+#define KVTIER_TARGET
+#include "leaves.inc"
+
+#if defined(__x86_64__)
+#define KVTIER_SET avx2
+#define KVTIER_LANES 8
+#define KVTIER_TARGET __attribute__((target("avx2")))
+#include "leaves.inc"
+
+#define KVTIER_SET avx512
+#define KVTIER_LANES 16
+#define KVTIER_TARGET __attribute__((target("avx512f,avx2")))
+#include "leaves.inc"
+#endif
+
 std::vector<LeafHasher> find_leaf_hashers() {
     std::vector<LeafHasher> found;
 #if defined(__x86_64__)
-    if (cpu::features().avx512) found.push_back({16, hash_leaves_avx512});
-    if (cpu::features().avx2) found.push_back({8, hash_leaves_avx2});
+    if (cpu::features().avx512) found.push_back({16, avx512::hash_leaves});
+    if (cpu::features().avx2) found.push_back({8, avx2::hash_leaves});
 #endif
-    found.push_back({4, hash_leaves_portable});
+    found.push_back({4, portable::hash_leaves});
     return found;
 }
 

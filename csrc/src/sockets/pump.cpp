@@ -1,9 +1,5 @@
 #include "kvtier/pump.hpp"
 
-#include <sys/eventfd.h>
-#include <unistd.h>
-
-#include <cerrno>
 #include <condition_variable>
 #include <deque>
 #include <mutex>
@@ -11,6 +7,7 @@
 #include <thread>
 #include <utility>
 
+#include "kvtier/event.hpp"
 #include "kvtier/signals.hpp"
 
 namespace kvtier::sockets {
@@ -23,19 +20,13 @@ constexpr auto idle_time = std::chrono::seconds(5);
 
 // State shared by the pump and its threads, which are detached: the last owner destroys it.
 struct Pump::Crew {
-    explicit Crew(std::size_t max_threads)
-        : max_threads(max_threads), descriptor(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)) {
-        if (descriptor < 0) throw std::system_error(errno, std::generic_category(), "eventfd");
-    }
-    ~Crew() { close(descriptor); }
-    Crew(const Crew&) = delete;
-    Crew& operator=(const Crew&) = delete;
+    explicit Crew(std::size_t max_threads) : max_threads(max_threads) {}
 
     void work();
     void report(Ended end);
 
     const std::size_t max_threads;
-    const int descriptor;
+    const Event event;
     std::mutex mutex;
     std::condition_variable changed;  // `queue` or `closing`
     std::condition_variable emptied;  // `threads` is 0
@@ -70,7 +61,7 @@ void Pump::Crew::work() {
 // The caller holds the lock. Signals only once until the next collect().
 void Pump::Crew::report(Ended end) {
     ended.push_back(end);
-    if (ended.size() == 1) eventfd_write(descriptor, 1);
+    if (ended.size() == 1) event.signal();
 }
 
 Pump::Pump(std::size_t max_threads) : crew_(std::make_shared<Crew>(max_threads)) {}
@@ -83,7 +74,7 @@ Pump::~Pump() {
 }
 
 int Pump::descriptor() const {
-    return crew_->descriptor;
+    return crew_->event.descriptor();
 }
 
 void Pump::start(Conversation conversation) {
@@ -107,8 +98,7 @@ void Pump::start(Conversation conversation) {
 
 std::vector<Ended> Pump::collect() {
     const std::lock_guard lock(crew_->mutex);
-    eventfd_t count;
-    eventfd_read(crew_->descriptor, &count);
+    crew_->event.clear();
     return std::exchange(crew_->ended, {});
 }
 

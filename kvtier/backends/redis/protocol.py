@@ -207,14 +207,7 @@ class Commands:
 
     def lengths(self, keys: Sequence[ChunkKey]) -> Exchange[int]:
         """Query the length of each value; 0 without one."""
-
-        def answers(connection: Connection, progress: Progress) -> Iterator[int | ErrorReply]:
-            _raise_if_not_sent(connection, progress)
-            for _ in keys:
-                reply = read_reply(connection)
-                yield reply if isinstance(reply, ErrorReply) else _count(reply)
-
-        return Exchange([(SEND, [_pipeline(self._strlen, keys)])], lambda: None, answers)
+        return _integer_replies(_pipeline(self._strlen, keys), len(keys), int)
 
     def delete(self, keys: Sequence[ChunkKey]) -> Exchange[bool]:
         """Remove each key. The answer is true whether or not it existed."""
@@ -339,15 +332,17 @@ def _raise_if_not_sent(connection: Connection, progress: Progress) -> None:
         raise
 
 
-def _integer_replies(request: bytes, commands: int, meaning: Callable[[int], bool]) -> Exchange[bool]:
+def _integer_replies(
+    request: bytes, commands: int, meaning: Callable[[int], AnswerT_co]
+) -> Exchange[AnswerT_co]:
     """Return the exchange for commands with one integer reply each, usually 0 or 1."""
     counts = bytearray(_COUNT_BYTES * min(commands, _MAX_COUNTS))
 
-    def expected() -> list[bool] | None:
+    def expected() -> list[AnswerT_co] | None:
         digits = counts.replace(b":0\r\n", b"0").replace(b":1\r\n", b"1")
         return [meaning(digit - ord("0")) for digit in digits] if len(digits) == commands else None
 
-    def answers(connection: Connection, progress: Progress) -> Iterator[bool | ErrorReply]:
+    def answers(connection: Connection, progress: Progress) -> Iterator[AnswerT_co | ErrorReply]:
         _raise_if_not_sent(connection, progress)
         received = progress.received if progress.operations == 1 else len(counts)
         if not received and progress.error is not None:

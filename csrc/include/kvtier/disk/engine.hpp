@@ -15,28 +15,13 @@
 #include "kvtier/disk/ring.hpp"
 #include "kvtier/disk/transfer.hpp"
 #include "kvtier/disk/waiting.hpp"
+#include "kvtier/event.hpp"
 
 namespace kvtier::disk {
 
 struct Finished {
     std::uint64_t batch;
     std::vector<int> outcomes;  // in the order of the transfers; ECANCELED for dropped ones
-};
-
-// An eventfd(2), to wake another thread.
-class Event {
-public:
-    Event();
-    ~Event();
-    Event(const Event&) = delete;
-    Event& operator=(const Event&) = delete;
-
-    int descriptor() const { return descriptor_; }
-    void signal() const;
-    void clear() const;
-
-private:
-    int descriptor_;
 };
 
 class Engine {
