@@ -85,19 +85,18 @@ class MissStage:
         besides that. Raises the errors of :func:`~kvtier.memory.keys.chunk_keys`.
         """
         chunk, step, root = layout.chunk_tokens, layout.granularity, root_key(namespace, salt)
-        keys = chunk_keys(root, tokens, chunk, tail=not layout.has_states)
+        stored = layout.stored_tokens(len(tokens))
+        keys = chunk_keys(root, tokens[:stored], chunk, tail=not layout.has_states)
         tags = PromptTags(root, block_tags_of(block_hashes(tokens, step)), chunk // step) if step else None
-        found = FoundPrefix(Query(keys, min(len(tokens), len(keys) * chunk), block_tags=tags))
+        found = FoundPrefix(Query(keys, min(stored, len(keys) * chunk), block_tags=tags))
         found.chunk_tokens = chunk
-        lengths = [
-            object_bytes(layout.payload_bytes(min(chunk, len(tokens) - at * chunk)))
-            for at in range(len(keys))
-        ]
+        sizes = [min(chunk, stored - at * chunk) for at in range(len(keys))]
+        lengths = [object_bytes(layout.payload_bytes(size)) for size in sizes]
         await self._discovering.ask(keys, Expected(namespace, lengths))
         rows, sources = self._hierarchy.catalog.prefix_rows(keys, ALL_TIERS)
         found.taken = len(rows)
         beginning = beginning_of(tokens, step) if step else b""
-        held = [(tier, min(chunk, len(tokens) - at * chunk)) for at, tier in enumerate(sources)]
+        held = list(zip(sources, sizes, strict=False))
         begins = sum(count for _, count in held)
         like = self._like(found.query, len(rows), beginning)
         if like is not None and (tiers := self._hierarchy.catalog.tiers(like.key)):

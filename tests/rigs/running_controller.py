@@ -72,8 +72,9 @@ MODEL = Model(["meta/llama", "llama"], namespace("meta/llama", LAYOUT), LAYOUT, 
 
 _incarnations = itertools.count(1)
 CHUNK = MODEL.layout.chunk_tokens
-TOKENS = list(range(4 * CHUNK + 44))
-"""Four whole chunks and a partial one."""
+REST = 32
+TOKENS = list(range(4 * CHUNK + REST))
+"""Four whole chunks and a partial one of a whole block."""
 KEYS = list(PromptChunks.of(MODEL, TOKENS).keys)
 LENGTHS = list(PromptChunks.of(MODEL, TOKENS).lengths)
 

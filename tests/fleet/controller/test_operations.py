@@ -26,6 +26,7 @@ from tests.rigs.running_controller import (
     MODEL,
     POOL,
     RAM,
+    REST,
     TIMEOUT_SECONDS,
     TOKENS,
     WHOLE,
@@ -52,10 +53,10 @@ async def test_lookup_lists_each_tier_of_each_instance(controller: RunningContro
         found = await controller.post("/lookup", tokens=TOKENS, model="llama")
         assert found == {
             "model": "meta/llama",
-            "num_tokens": WHOLE + 44,
-            "instances": {"a": {"ram": 2 * CHUNK, "ssd": WHOLE + 44}, "c": {"ssd": WHOLE}},
+            "num_tokens": WHOLE + REST,
+            "instances": {"a": {"ram": 2 * CHUNK, "ssd": WHOLE + REST}, "c": {"ssd": WHOLE}},
             "event_id": "",
-            "layout_info": {"a": ["LocalDiskBackend", WHOLE + 44], "c": ["LocalDiskBackend", WHOLE]},
+            "layout_info": {"a": ["LocalDiskBackend", WHOLE + REST], "c": ["LocalDiskBackend", WHOLE]},
         }
         assert await controller.held(tokens=tokens_of(3)) == {
             "a": {"ram": 2 * CHUNK, "ssd": 3 * CHUNK},
@@ -97,8 +98,8 @@ async def test_prompt_is_tokenized_by_an_instance_that_serves_the_model(
     controller: RunningController,
 ) -> None:
     without = Model(MODEL.names, MODEL.namespace, MODEL.layout, False)
-    text = "a prompt of bytes " * 60
-    keys = PromptChunks.of(MODEL, list(text.encode())).keys
+    text = "a prompt of bytes " * 64
+    keys = PromptChunks.of(MODEL, list(text.encode())).keys  # It ends with a block.
     async with (
         controller.instance("a", ram=keys, models=[without]) as a,
         controller.instance("b") as b,
@@ -157,7 +158,7 @@ async def test_one_thread_computes_keys_of_long_prompts_even_if_a_lookup_is_canc
             with anyio.CancelScope(shield=True):
                 await anyio.sleep(0.05)
             release.set()
-        assert await controller.held() == {"a": {"ram": WHOLE + 44}}
+        assert await controller.held() == {"a": {"ram": WHOLE + REST}}
     assert at_once == [1, 1, 1]
 
 
@@ -167,16 +168,16 @@ async def test_one_thread_computes_keys_of_long_prompts_even_if_a_lookup_is_canc
 async def test_move_is_done_once_the_source_has_deleted_its_chunks(controller: RunningController) -> None:
     async with controller.instance("a", ram=KEYS, disk=KEYS) as a, controller.instance("b") as b:
         accepted = await controller.post("/move", **A_TO_B)
-        assert accepted["num_tokens"] == WHOLE + 44
+        assert accepted["num_tokens"] == WHOLE + REST
         event = await controller.wait_for_end(accepted)
         assert (event["kind"], event["state"], event["error"]) == ("move", "done", None)
         assert (event["source"], event["target"]) == (["a", "ram"], ["b", "ram"])
         assert event["model"] == "meta/llama"
         assert (event["chunks"], event["chunks_done"], event["bytes_done"]) == (5, 5, 500)
         assert event["result"] == {
-            "tokens": WHOLE + 44, "chunks": 5, "bytes": 500, "removed": 5, "unpinned": 0, "reason": None,
+            "tokens": WHOLE + REST, "chunks": 5, "bytes": 500, "removed": 5, "unpinned": 0, "reason": None,
         }  # fmt: skip
-        assert await controller.held() == {"a": {"ssd": WHOLE + 44}, "b": {"ram": WHOLE + 44}}
+        assert await controller.held() == {"a": {"ssd": WHOLE + REST}, "b": {"ram": WHOLE + REST}}
         [fetch], [delete] = b.commands, a.commands
         assert fetch == Fetch(fetch.ticket, RAM, "a:8200", MODEL.namespace, join_keys(KEYS), LENGTHS, None)
         assert delete == Delete(delete.ticket, RAM, join_keys(KEYS))
@@ -190,7 +191,7 @@ async def test_copy_keeps_the_source(controller: RunningController) -> None:
     async with controller.instance("a", ram=KEYS) as a, controller.instance("b"):
         event = await controller.done("/move", **A_TO_B, copy=True)
         assert (event["kind"], event["result"]["chunks"], event["result"]["removed"]) == ("copy", 5, 0)
-        assert await controller.held() == {"a": {"ram": WHOLE + 44}, "b": {"ram": WHOLE + 44}}
+        assert await controller.held() == {"a": {"ram": WHOLE + REST}, "b": {"ram": WHOLE + REST}}
         assert not a.commands
         moved = await controller.done("/move", **A_TO_B)
         assert (moved["result"]["chunks"], moved["result"]["bytes"], moved["result"]["removed"]) == (5, 0, 5)
@@ -199,12 +200,12 @@ async def test_copy_keeps_the_source(controller: RunningController) -> None:
 async def test_move_within_one_instance_involves_no_peer(controller: RunningController) -> None:
     async with controller.instance("a", ram=KEYS, peer=None) as a:
         await controller.done("/move", old_position=["a", "cpu"], new_position=["a", "disk"], tokens=TOKENS)
-        assert await controller.held() == {"a": {"ssd": WHOLE + 44}}
+        assert await controller.held() == {"a": {"ssd": WHOLE + REST}}
         assert [type(command) for command in a.commands] == [Fetch, Delete]
         assert isinstance(a.commands[0], Fetch)
         assert a.commands[0].peer is None
         await controller.done("/move", old_position=["a", "ssd"], new_position=["a", "ram"], tokens=TOKENS)
-        assert await controller.held() == {"a": {"ram": WHOLE + 44}}
+        assert await controller.held() == {"a": {"ram": WHOLE + REST}}
 
 
 async def test_chunks_promoted_only_for_the_move_are_removed_from_memory(
@@ -216,15 +217,15 @@ async def test_chunks_promoted_only_for_the_move_are_removed_from_memory(
         )
         assert event["result"]["removed"] == 5
         assert list(a.held[RAM]) == KEYS[:1], "it was in memory before the move"
-        assert await controller.held() == {"a": {"ram": CHUNK}, "b": {"ram": WHOLE + 44}}
+        assert await controller.held() == {"a": {"ram": CHUNK}, "b": {"ram": WHOLE + REST}}
 
 
 async def test_interrupted_move_is_completed_by_repeating_it(controller: RunningController) -> None:
     async with controller.instance("a", ram=KEYS[2:]), controller.instance("b", ram=KEYS[:2]):
         assert await controller.held() == {"b": {"ram": 2 * CHUNK}}
         event = await controller.done("/move", **A_TO_B)
-        assert (event["num_tokens"], event["chunks"]) == (2 * CHUNK + 44, 3)
-        assert await controller.held() == {"b": {"ram": WHOLE + 44}}
+        assert (event["num_tokens"], event["chunks"]) == (2 * CHUNK + REST, 3)
+        assert await controller.held() == {"b": {"ram": WHOLE + REST}}
     async with controller.instance("c", ram=KEYS[3:]), controller.instance("d", ram=KEYS[:2]):
         event = await controller.done(
             "/move", old_position=["c", "ram"], new_position=["d", "ram"], tokens=TOKENS
@@ -317,7 +318,7 @@ async def test_opposite_moves_are_serialized_and_lose_nothing(
         events = [await controller.wait_for_end(event) for event in (first, back, same)]
         assert [event["state"] for event in events] == ["done"] * 3
         assert [event["result"]["removed"] for event in events] == [5, 5, 5], "each move when it was its turn"
-        assert events[1]["num_tokens"] == WHOLE + 44
+        assert events[1]["num_tokens"] == WHOLE + REST
         assert not a.held[RAM]
         assert list(b.held[RAM]) == KEYS
 
@@ -326,12 +327,12 @@ async def test_duplicate_move_has_nothing_to_do(controller: RunningController) -
     async with controller.instance("a", ram=KEYS), controller.instance("b") as b:
         first, gate = await controller.post_held("/move", b, **A_TO_B)
         second = await controller.post("/move", **A_TO_B)
-        assert second["num_tokens"] == WHOLE + 44
+        assert second["num_tokens"] == WHOLE + REST
         gate.opened.set()
         assert (await controller.wait_for_end(first))["result"]["removed"] == 5
         event = await controller.wait_for_end(second)
         assert (event["state"], event["num_tokens"], event["chunks"]) == ("done", 0, 0)
-        assert await controller.held() == {"b": {"ram": WHOLE + 44}}
+        assert await controller.held() == {"b": {"ram": WHOLE + REST}}
 
 
 async def test_clear_during_a_move_runs_after_it(

@@ -15,6 +15,7 @@ from tests.rigs.running_controller import (
     DISK,
     KEYS,
     RAM,
+    REST,
     TOKENS,
     WHOLE,
     Gate,
@@ -204,7 +205,7 @@ async def test_clear_of_a_prompt_from_one_tier_or_all(controller: RunningControl
         assert event["target"] == ["a", "ram"]
         event = await controller.done("/clear", instance="a", tokens=TOKENS)
         assert event["target"] == ["a", None]
-        assert (event["num_tokens"], event["chunks"], event["result"]["removed"]) == (2 * CHUNK + 44, 6, 6)
+        assert (event["num_tokens"], event["chunks"], event["result"]["removed"]) == (2 * CHUNK + REST, 6, 6)
         assert list(a.held[RAM]) == keys_of("other", 3)
         assert not a.held[DISK]
 

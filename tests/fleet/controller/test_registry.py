@@ -269,12 +269,17 @@ def test_number_of_models_is_limited() -> None:
         models.find("model 0")
 
 
-@pytest.mark.parametrize("count", [0, 1, 255, 256, 257, 1000, 1024])
-def test_prompt_is_split_into_chunks_like_in_an_engine(count: int) -> None:
-    tokens = list(range(count))
+@pytest.mark.parametrize(
+    ("length", "count"),
+    [(0, 0), (1, 1), (31, 31), (33, 32), (255, 224), (256, 256), (257, 256), (1000, 992), (1024, 1024)],
+)
+def test_prompt_is_split_into_chunks_like_in_an_engine(length: int, count: int) -> None:
+    """Whole blocks are stored, or all of a prompt that has less than one."""
+    tokens = list(range(length))
     prompt = PromptChunks.of(MODEL, tokens, "tenant")
     root = root_key(MODEL.namespace, "tenant")
-    assert prompt.keys == chunk_keys(root, tokens, 256, tail=True)
+    assert prompt.prompt_tokens == length
+    assert prompt.keys == chunk_keys(root, tokens[:count], 256, tail=True)
     assert len(prompt.keys) == len(prompt.tokens) == len(prompt.lengths) == -(-count // 256)
     assert prompt.leading_tokens(len(prompt.keys)) == sum(prompt.tokens) == count
     assert prompt.leading_tokens(1) == min(count, 256)
