@@ -122,5 +122,8 @@ def misses_behind(misses: Sequence[Miss], begins: int, used: int, tokens: int) -
         start = used if not behind else max(start, used)
         if min(at, tokens) > start:
             behind.append(msgspec.structs.replace(miss, tokens=min(at, tokens) - start))
-    rest = tokens - max(used, at)
-    return [*behind, Miss(MissReason.SHORTER_THAN_A_BLOCK, rest)] if rest > 0 else behind
+    if (rest := tokens - max(used, at)) > 0:
+        if behind and behind[-1].reason is MissReason.SHORTER_THAN_A_BLOCK:
+            rest += behind.pop().tokens
+        behind.append(Miss(MissReason.SHORTER_THAN_A_BLOCK, rest))
+    return behind

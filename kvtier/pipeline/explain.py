@@ -85,8 +85,12 @@ class MissStage:
         besides that. Raises the errors of :func:`~kvtier.memory.keys.chunk_keys`.
         """
         chunk, step, root = layout.chunk_tokens, layout.granularity, root_key(namespace, salt)
-        stored = layout.stored_tokens(len(tokens))
-        keys = chunk_keys(root, tokens[:stored], chunk, tail=not layout.has_states)
+        keys, stored = chunk_keys(root, tokens, chunk, tail=not layout.has_states), len(tokens)
+        if stored % chunk and keys and keys[-1] not in self._hierarchy.catalog:
+            # Only transfers and programs store a prompt up to its end.
+            stored, whole = layout.stored_tokens(stored), stored // chunk
+            parent = keys[whole - 1] if whole else root
+            keys = [*keys[:whole], *chunk_keys(parent, tokens[whole * chunk : stored], chunk, tail=True)]
         tags = PromptTags(root, block_tags_of(block_hashes(tokens, step)), chunk // step) if step else None
         found = FoundPrefix(Query(keys, min(stored, len(keys) * chunk), block_tags=tags))
         found.chunk_tokens = chunk

@@ -326,6 +326,7 @@ class EncodedSeal(Seal):
             seals = await self._sealer.seal([items[at] for at in plain])
             views |= {at: items[at][1] for at, seal in zip(plain, seals, strict=True) if seal is not None}
             throughput = None if self.choice is None else self.choice.writes
+            views = dict(sorted(views.items()))  # A medium that fills up has the beginning of a prompt.
             stored = [(items[at][0], view) for at, view in views.items()]
             results = await _timed(throughput, self._backend.put, stored)
         outcomes = [Outcome.MISS] * len(items)

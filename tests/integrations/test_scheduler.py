@@ -334,6 +334,18 @@ def test_prompt_is_stored_and_hit_up_to_its_last_whole_block(
     engine.wait_for_hit(again, look_up.tokens)
 
 
+@pytest.mark.parametrize("lookahead", [2, 20])
+def test_prompt_without_a_chunk_up_to_its_end_ends_with_a_block(engine: Engine, lookahead: int) -> None:
+    """The prompt is expected from a prefill instance, but its KV would depend on the answer."""
+    engine.replace_scheduler(lookahead=lookahead)
+    tokens = 4 * CHUNK_TOKENS + BLOCK_TOKENS + 5
+    hint = {"expect": {"tokens": tokens, "seconds": 1.0}}
+    prompt = make_request(tokens, kv_transfer_params={"kvtier": hint})
+    chunks = (tokens - lookahead) // CHUNK_TOKENS
+    last = BLOCK_TOKENS if chunks == 4 else 0
+    assert engine.ask(prompt).tokens == chunks * CHUNK_TOKENS + last
+
+
 def test_prompt_that_ends_within_a_block_of_its_last_chunk_has_no_tail(
     engine: Engine, cache: ScriptedCache
 ) -> None:

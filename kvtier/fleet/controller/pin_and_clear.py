@@ -23,6 +23,7 @@ from kvtier.fleet.controller.operation import (
     run_command,
 )
 from kvtier.fleet.controller.pins import Pins
+from kvtier.fleet.controller.prompts import without_repeats
 from kvtier.fleet.controller.registry import Registry
 from kvtier.fleet.member.protocol import MAX_KEYS, Delete, DeleteAll, Pin, Unpin
 from kvtier.memory.keys import ChunkKey, join_keys
@@ -73,7 +74,7 @@ class UnpinChunks(_PinOperation):
 
     def plan(self) -> Plan:
         """Plan for the whole prompt, in every layout."""
-        parts = [Part(self.target_tier().tier, chunks) for chunks in self._prompts]
+        parts = [Part(self.target_tier().tier, chunks) for chunks in without_repeats(self._prompts)]
         return self._plan_for_held()._replace(parts=parts, more=True)
 
     async def execute(self, plan: Plan, result: Result, report: Report) -> None:
@@ -103,14 +104,15 @@ class Clear(Operation):
             return Plan(chunks=known, more=not all(_is_fully_indexed(ref) for ref in refs))
         parts: list[Part] = []
         known = tokens = 0
-        for chunks in self._prompts:
-            there = [holders.held(ref.number, chunks.keys) for ref in refs]
+        for chunks, new in zip(self._prompts, without_repeats(self._prompts), strict=True):
+            there = [holders.held(ref.number, new.keys) for ref in refs]
             parts += (
-                Part(ref.tier, chunks.selected(held) if _is_fully_indexed(ref) else chunks)
+                Part(ref.tier, new.selected(held) if _is_fully_indexed(ref) else new)
                 for ref, held in zip(refs, there, strict=True)
             )
             known += sum(map(sum, there))
-            held_somewhere = [any(held) for held in zip(*there, strict=True)]
+            whole = (holders.held(ref.number, chunks.keys) for ref in refs)
+            held_somewhere = [any(held) for held in zip(*whole, strict=True)]
             tokens = max(tokens, chunks.selected(held_somewhere).num_tokens)
         more = not all(_is_fully_indexed(ref) for ref in refs)
         return Plan(parts, tokens, known, self._prompts[0].model.names[0], more=more)

@@ -18,7 +18,7 @@ from kvtier.fleet.controller.member import Member
 from kvtier.fleet.controller.registry import Registry
 from kvtier.fleet.member.protocol import Model, Tokenize
 from kvtier.memory.header import object_bytes
-from kvtier.memory.keys import ChunkKey, chunk_keys, root_key
+from kvtier.memory.keys import ChunkKey, chunk_key, chunk_keys, encode_tokens, root_key
 
 TOKENIZE_SECONDS = 30.0
 MAX_TOKENIZERS = 3
@@ -36,7 +36,7 @@ class PromptChunks(NamedTuple):
     """Number of tokens of each chunk."""
     lengths: Sequence[int]
     """Size of each chunk object in bytes."""
-    prompt_tokens: int
+    prompt_tokens: int = 0
     """Length of the whole prompt, of which engines may store less."""
 
     @classmethod
@@ -56,6 +56,18 @@ class PromptChunks(NamedTuple):
         size = object_bytes(layout.payload_bytes(layout.chunk_tokens))
         lengths = [size] * full + [object_bytes(layout.payload_bytes(rest)) for _ in counts[full:]]
         return cls(model, keys, counts, lengths, prompt_tokens)
+
+    def to_its_end(self, tokens: Sequence[int], salt: str = "") -> PromptChunks:
+        """Return the same with the chunk that ends where the prompt does, not with its last whole block.
+
+        Transfers to decode instances and programs store that.
+        """
+        layout = self.model.layout
+        whole, rest = divmod(len(tokens), layout.chunk_tokens)
+        parent = self.keys[whole - 1] if whole else root_key(self.model.namespace, salt)
+        before, size = self.first(whole), object_bytes(layout.payload_bytes(rest))
+        keys = [*before.keys, chunk_key(parent, encode_tokens(tokens[-rest:]))]
+        return before._replace(keys=keys, tokens=[*before.tokens, rest], lengths=[*before.lengths, size])
 
     @property
     def num_tokens(self) -> int:
@@ -84,6 +96,14 @@ class PromptChunks(NamedTuple):
         return PromptChunks(self.model, *columns, self.prompt_tokens)
 
 
+def without_repeats(prompts: Sequence[PromptChunks]) -> Iterator[PromptChunks]:
+    """Yield each without the chunks that one before it has."""
+    seen = set[ChunkKey]()
+    for chunks in prompts:
+        yield chunks.selected([key not in seen for key in chunks.keys])
+        seen.update(chunks.keys)
+
+
 class Prompts:
     """Resolves prompts to models and chunks. Text is tokenized by instances."""
 
@@ -94,12 +114,17 @@ class Prompts:
     async def find(self, body: PromptBody, preferred: Sequence[Member] = ()) -> list[PromptChunks]:
         """Return the chunks of a prompt in every known layout of its model, at least one.
 
+        With more than whole blocks, if an instance holds that: then two have the same chunks but the last.
+
         Without a model name, the model is the one that the ``preferred`` instances serve.
 
         Raises: UnknownModel, AmbiguousModel, WrongPrompt, WrongRequest: no instance can tokenize the prompt.
         """
         models, tokens = await self.tokens(body, preferred)
-        return [await self._chunks(model, tokens, body.salt or "") for model in models]
+        salt, holders = body.salt or "", self._registry.holders
+        found = [await self._chunks(model, tokens, salt) for model in models]
+        ends = [chunks.to_its_end(tokens, salt) for chunks in found if chunks.num_tokens < len(tokens)]
+        return found + [chunks for chunks in ends if holders.prefixes(chunks.keys[-1:])]
 
     async def tokens(
         self, body: PromptBody, preferred: Sequence[Member] = ()

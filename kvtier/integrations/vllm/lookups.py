@@ -201,10 +201,14 @@ class Lookups:
         keys = list(state.extend(request.num_tokens - self._layout.has_states))
         covered = len(keys) * self._layout.chunk_tokens
         if not self._layout.has_states and request.num_tokens == request.num_prompt_tokens:
-            end = self._tail_end(state)
-            if (tail := state.tail_key(end)) is not None:
-                keys.append(tail)
-                covered = end
+            tokens = int(request.num_tokens)
+            ends = [tokens] if self._kv_transfers.wants_tail(state) else []
+            ends += [self._layout.stored_tokens(tokens)] if self._partial_chunks else []
+            for end in ends:
+                if (tail := state.tail_key(end)) is not None:
+                    keys.append(tail)
+                    covered = end
+                    break
         state.lookup.covered = covered
         expected = self._kv_transfers.expected(state, keys)
         query = Query(
@@ -222,13 +226,6 @@ class Lookups:
             changes = {"compute_seconds": 0.0, "repeated": True, "canary": canary.tier}
             return msgspec.structs.replace(query, **changes), None
         return query, described(state, show_text=welcome is not None and welcome.show_text)
-
-    def _tail_end(self, state: RequestState) -> int:
-        """Return where a partial chunk of the prompt ends: at its last whole block, but for a transfer."""
-        tokens = int(state.request.num_tokens)
-        if self._kv_transfers.wants_tail(state):
-            return tokens
-        return self._layout.stored_tokens(tokens) if self._partial_chunks else 0
 
     def awaits_connection(self, state: RequestState) -> bool:
         """Return whether a request waits, since the cache process was restarted and is being connected."""

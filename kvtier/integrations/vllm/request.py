@@ -295,6 +295,8 @@ class RequestState:
         if start >= tokens or (not lookahead and self.lookahead > 1):
             return None
         self.extend(tokens, whole)
+        if len(self.keys) < whole:  # The lookahead is longer than the tail.
+            return None
         rest = encode_tokens(token_list(self.request), start, tokens)
         return chunk_key(self.parent(whole), rest, _extra(self.request, start, tokens, lookahead))
 

@@ -231,7 +231,8 @@ class Saves:
         if state.transfer.ticket is None:
             return self._longer_tail(state, self._layout.stored_tokens(prompt))
         # The decode instance needs all of it, even if a chunk that is held begins like it.
-        return prompt if prompt % self._layout.chunk_tokens and not state.saving.tail_planned else 0
+        planned = state.saving.tail_planned and state.saving.tail_end >= prompt
+        return prompt if prompt % self._layout.chunk_tokens and not planned else 0
 
     def _answer_tail(self, state: RequestState, computed: int) -> int:
         """Return the tokens up to the end of a partial chunk of the answer to store; 0 for none."""
@@ -418,13 +419,13 @@ class Saves:
         keys = state.extend(computed)
         sizes = [self._layout.chunk_tokens] * len(keys)
         if self._tails:
-            prompt = int(state.request.num_prompt_tokens)
-            stored = self._layout.stored_tokens(prompt) if self._partial_chunks else 0
-            stored = stored if state.transfer.ticket is None else prompt
-            end = max(stored, self._last_block_end(computed) if self._partial_chunks else 0)
-            start = self._last_chunk_end(computed)
-            tail = state.tail_key(end) if start < end <= computed else None
-            if tail is not None:
+            prompt, start = int(state.request.num_prompt_tokens), self._last_chunk_end(computed)
+            ends = [self._layout.stored_tokens(prompt), self._last_block_end(computed)]
+            ends = ends if self._partial_chunks else []
+            if state.transfer.ticket is not None or state.saving.tail_end == prompt:
+                ends.append(prompt)
+            end = max((end for end in ends if start < end <= computed), default=start)
+            if (tail := state.tail_key(end)) is not None:
                 keys.append(tail)
                 sizes.append(end - start)
         return keys, sizes

@@ -7,13 +7,14 @@ import pytest
 
 from kvtier.fleet.controller import operation
 from kvtier.fleet.member.protocol import Command, Delete, Lost, Pin
-from kvtier.memory.keys import split_keys
+from kvtier.memory.keys import chunk_keys, root_key, split_keys
 from tests.rigs.running_controller import (
     A_TO_B,
     B_TO_A,
     CHUNK,
     DISK,
     KEYS,
+    MODEL,
     RAM,
     REST,
     TOKENS,
@@ -208,6 +209,27 @@ async def test_clear_of_a_prompt_from_one_tier_or_all(controller: RunningControl
         assert (event["num_tokens"], event["chunks"], event["result"]["removed"]) == (2 * CHUNK + REST, 6, 6)
         assert list(a.held[RAM]) == keys_of("other", 3)
         assert not a.held[DISK]
+
+
+async def test_prompts_that_were_stored_up_to_their_end_are_found_and_cleared(
+    controller: RunningController,
+) -> None:
+    """As transfers to decode instances and programs do. Another engine has stored its whole blocks."""
+    tokens = [*TOKENS, 7, 8, 9]
+    last = chunk_keys(root_key(MODEL.namespace), tokens, CHUNK, tail=True)[-1]
+    async with (
+        controller.instance("a", ram=[*KEYS, last], disk=KEYS) as a,
+        controller.instance("b", ram=KEYS),
+    ):
+        found = await controller.post("/lookup", tokens=tokens)
+        assert found["num_tokens"] == len(tokens)
+        held = {"a": {"ram": len(tokens), "ssd": len(TOKENS)}, "b": {"ram": len(TOKENS)}}
+        assert found["instances"] == held
+        event = await controller.done("/clear", instance="a", tier="ram", tokens=tokens)
+        assert (event["num_tokens"], event["chunks"], event["result"]["removed"]) == (len(tokens), 6, 6)
+        assert not a.held[RAM]
+        event = await controller.done("/clear", instance="a", tokens=tokens)
+        assert (event["num_tokens"], event["chunks"], event["result"]["removed"]) == (len(TOKENS), 5, 5)
 
 
 async def test_clear_of_everything_from_one_tier_or_all(controller: RunningController) -> None:
