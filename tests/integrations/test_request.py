@@ -147,6 +147,13 @@ def test_tail_within_a_prompt_depends_on_the_tokens_after_it() -> None:
             assert (tail_of(other, lookahead) == tail_of(TOKENS, lookahead)) == (after >= lookahead)
 
 
+def test_tail_shorter_than_the_lookahead_has_no_key() -> None:
+    """The chunk before it has none yet."""
+    source = request(all_token_ids=TOKENS[: 2 * CHUNK + 17], num_prompt_tokens=2 * CHUNK + 17)
+    state = RequestState(source, request_root(NAMESPACE, source), CHUNK, lookahead=20)
+    assert state.tail_key(2 * CHUNK + 16) is None
+
+
 OWNERS = {"lookup": "lookups", "saving": "saves", "early": "early", "transfer": "prompt_transfers"}
 """The parts of a request's state, and the only module that changes each."""
 
