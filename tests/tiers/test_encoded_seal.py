@@ -131,6 +131,22 @@ async def test_objects_are_smaller_and_come_back(make: Any, checksum: bool, tmp_
         assert seal.corrupt == 0
 
 
+async def test_encoded_and_plain_chunks_keep_their_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A medium that fills up then holds the beginning of a prompt."""
+    written: list[Any] = []
+    async with opened(memory()) as backend:
+        put = backend.put
+
+        async def record(items: Any) -> Any:
+            written.extend(key for key, _ in items)
+            return await put(items)
+
+        monkeypatch.setattr(backend, "put", record)
+        items = [*chunks([1]), constant(2), *chunks([3]), constant(4)]
+        assert list(await sealed(backend, runs(), {}).put(items)) == [OK] * 4
+    assert written == [key for key, _ in items]
+
+
 async def test_chunk_that_cannot_be_encoded_is_stored_as_it_is(caplog: pytest.LogCaptureFixture) -> None:
     lengths: dict[Any, int] = {}
     async with opened(memory()) as backend:
