@@ -416,10 +416,14 @@ class TieredCache:
         return self._storing.reserve_all(headers, hints, declining=declining, again=again)
 
     @property
+    def lacks_room(self) -> bool:
+        """Whether chunks have been evicted or declined for lack of room."""
+        return self.counts["evicted"] + self.counts["store_declined"] > 0
+
+    @property
     def wants_again(self) -> bool:
         """Whether engines are to offer the chunks of a prompt again when its answer has ended."""
-        left = self.counts["evicted"] + self.counts["store_declined"]
-        return left > 0 and self.memory.declines
+        return self.lacks_room and self.memory.declines
 
     def commit(self, reservations: Sequence[Reservation], *, pushed: bool = False) -> None:
         """Publish filled chunks, and write them to the tiers below that admit them.

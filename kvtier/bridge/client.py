@@ -153,6 +153,8 @@ class SchedulerBridge(Bridge):
         """How many of them it had been sent before the pending reservation request."""
         self.connections = 0
         """Number of connections so far."""
+        self.lacks_room = False
+        """See :attr:`Reserved.lacks_room`: that of the last answer."""
         self._greeted = hello
         """What the last greeting was made of."""
 
@@ -190,6 +192,7 @@ class SchedulerBridge(Bridge):
                 self._explanations += message.lookups
             case protocol.Reserved():
                 self._seen = max(self._seen, *message.leases, 0)
+                self.lacks_room = message.lacks_room
                 del self._abandoned[: self._abandoned_sent]
                 self._abandoned_sent = 0
             case Reply():

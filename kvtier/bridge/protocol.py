@@ -347,6 +347,8 @@ class Reserved(Reply, frozen=True, array_like=True, tag=15):
     """Number of the buffer that the offsets of runs with ``kv_transfer`` refer to, on each rank."""
     offer_again: bool = False
     """Whether to offer the chunks of a prompt again when its answer has ended: some may have left before."""
+    lacks_room: bool = False
+    """Whether chunks were evicted or declined: from then on, prompts are stored to their last whole block."""
 
     @property
     def granted(self) -> list[int]:

@@ -397,7 +397,8 @@ class EngineSession:
                 offsets[index] = write.lease.offset
                 self.writes.add(number, write)
         number = 0 if staging is None else staging.number
-        return Reserved(request.ticket, leases, offsets, number, self._cache.wants_again)
+        again, lacks_room = self._cache.wants_again, self._cache.lacks_room
+        return Reserved(request.ticket, leases, offsets, number, again, lacks_room)
 
     def _reserve_in_arena(
         self, runs: Sequence[tuple[Run, list[ChunkHeader]]], taken: int = 0, *, again: bool

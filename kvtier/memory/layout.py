@@ -182,7 +182,7 @@ class ChunkLayout(msgspec.Struct, frozen=True, array_like=True):
         return self.granularity or self.chunk_tokens
 
     def stored_tokens(self, prompt: int) -> int:
-        """Return how many leading tokens of a prompt an engine stores: its whole blocks.
+        """Return how many leading tokens of a prompt are stored where room is short: its whole blocks.
 
         The rest would take the room of a block, and another prompt cannot be continued there. But a prompt
         of less than a block is stored as it is, for requests with the same one.

@@ -87,7 +87,7 @@ class MissStage:
         chunk, step, root = layout.chunk_tokens, layout.granularity, root_key(namespace, salt)
         keys, stored = chunk_keys(root, tokens, chunk, tail=not layout.has_states), len(tokens)
         if stored % chunk and keys and keys[-1] not in self._hierarchy.catalog:
-            # Only transfers and programs store a prompt up to its end.
+            # Where room is short, engines store whole blocks only.
             stored, whole = layout.stored_tokens(stored), stored // chunk
             parent = keys[whole - 1] if whole else root
             keys = [*keys[:whole], *chunk_keys(parent, tokens[whole * chunk : stored], chunk, tail=True)]

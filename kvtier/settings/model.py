@@ -312,8 +312,8 @@ class Settings(BaseSettings):
     partial_chunks: bool = Field(
         default=True,
         description=(
-            "Also store the whole blocks at the end of a prompt and of its answer, which are shorter than a "
-            "chunk. A longer one that begins like it replaces it."
+            "Also store the end of a prompt and of its answer, which is shorter than a chunk. A longer one "
+            "that begins like it replaces it."
         ),
         examples=[False],
     )

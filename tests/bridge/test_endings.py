@@ -159,13 +159,15 @@ async def test_policy_that_fails_ends_only_the_connection(
 async def test_chunks_are_wanted_again_once_some_have_left(eviction: str) -> None:
     """Only by a policy that may decline: others store all that is new."""
     async with engine_of(LAYOUT, f"{10 * OBJECT_BYTES}B", eviction=eviction) as (engine, cache):
-        again = []
+        again, lacks_room = [], []
         for prompt in range(4):
             keys = chunk_keys(ROOT, range(prompt << 10, (prompt << 10) + 4 * CHUNK_TOKENS), CHUNK_TOKENS)
             reserved = engine.reserve(Reserve(1, [Run(ROOT, join_keys(keys), CHUNK_TOKENS)]))
             engine.commit(reserved.granted, 0)
             again.append(reserved.offer_again)
+            lacks_room.append(reserved.lacks_room)
         assert cache.counts["evicted"] + cache.counts["store_declined"] > 0
+    assert lacks_room == [False, False, True, True]
     assert again == [False, False, eviction == "resume", eviction == "resume"]
 
 

@@ -95,7 +95,10 @@ class CacheModel:
                 leases = [self.random.choice((self.lease(), self.lease(), 0)) for _ in keys]
                 self.reserved.update((lease, key) for lease, key in zip(leases, keys, strict=True) if lease)
                 again = self.random.random() < 0.5
-                self.pending.append(Reserved(message.ticket, leases, [0] * len(leases), offer_again=again))
+                offsets = [0] * len(leases)
+                self.pending.append(
+                    Reserved(message.ticket, leases, offsets, offer_again=again, lacks_room=again)
+                )
             case Cancel():
                 for lease in self.lookups.pop(message.ticket, ()):
                     self.leases.pop(lease, None)

@@ -21,7 +21,7 @@ from tests.rigs.waiting import wait_until
 
 CHUNKS = 4
 PROMPT = CHUNKS * CHUNK_TOKENS + BLOCK_TOKENS + 5
-"""What follows its last whole block is not stored."""
+"""What follows its last whole block is stored only while there is room."""
 KEY = b"k" * 32
 ANSWER = (11, 12, 13, 14)
 
@@ -171,7 +171,7 @@ def test_chunks_are_offered_again_and_stored_in_small_parts(
     engine.step()
     reserve = cache.receive(Reserve)
     [run] = reserve.runs
-    assert (run.keys, run.last_tokens, len(run.block_hashes) > 0) == (join_keys(keys), BLOCK_TOKENS, True)
+    assert (run.keys, run.last_tokens, len(run.block_hashes) > 0) == (join_keys(keys), BLOCK_TOKENS + 5, True)
     engine.saves.clear()
     engine.counts()
     # The second chunk is held.
@@ -184,7 +184,7 @@ def test_chunks_are_offered_again_and_stored_in_small_parts(
     assert not engine.freed
     engine.step()
     assert engine.saved() == [11, 13, 14, 15]
-    assert [chunk.tokens for chunk in engine.saves[-2].chunks] == [CHUNK_TOKENS, BLOCK_TOKENS]
+    assert [chunk.tokens for chunk in engine.saves[-2].chunks] == [CHUNK_TOKENS, BLOCK_TOKENS + 5]
     assert engine.saves[-1].last
     assert engine.freed == {request.request_id}
     assert engine.counts() == {"stored_again_chunks": 4}

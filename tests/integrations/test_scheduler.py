@@ -302,15 +302,40 @@ def test_chunk_waits_for_the_tokens_that_its_drafts_read_ahead(
 def test_lookup_covers_chunks_with_known_lookahead(engine: Engine) -> None:
     engine.replace_scheduler(lookahead=1)
     assert engine.ask(make_request(4 * CHUNK_TOKENS)).tokens == 3 * CHUNK_TOKENS
-    assert engine.ask(make_request(4 * CHUNK_TOKENS + 1)).tokens == 4 * CHUNK_TOKENS
+    assert engine.ask(make_request(4 * CHUNK_TOKENS + 1)).tokens == 4 * CHUNK_TOKENS + 1
+
+
+def test_prompt_is_stored_and_hit_up_to_its_end_while_there_is_room(
+    engine: Engine, cache: ScriptedCache
+) -> None:
+    prompt = make_request(4 * CHUNK_TOKENS + BLOCK_TOKENS + 5)
+    again = make_request(prompt.num_tokens, all_token_ids=prompt.all_token_ids)
+    look_up = engine.start(prompt)
+    engine.step(prompt.num_tokens)
+    reserve = cache.receive(Reserve)
+    assert (chunk_counts(reserve), reserve.runs[0].last_tokens) == ([5], BLOCK_TOKENS + 5)
+    assert reserve.runs[0].keys == look_up.keys
+    engine.grant(reserve, again=True)
+    assert engine.bridge.lacks_room
+    assert engine.ask(again).tokens == 4 * CHUNK_TOKENS + BLOCK_TOKENS
+
+
+def room_is_short(engine: Engine, cache: ScriptedCache) -> None:
+    """Let the cache process say so, in its answer to an earlier request."""
+    earlier = make_request(CHUNK_TOKENS)
+    engine.start(earlier)
+    engine.step(CHUNK_TOKENS)
+    engine.grant(cache.receive(Reserve), again=True)
+    engine.running.remove(earlier)
 
 
 @pytest.mark.parametrize("lookahead", [0, 1, 2])
-def test_prompt_is_stored_and_hit_up_to_its_last_whole_block(
+def test_prompt_is_stored_and_hit_up_to_its_last_whole_block_if_room_is_short(
     engine: Engine, cache: ScriptedCache, lookahead: int
 ) -> None:
     """What follows would take the room of a block, and the next turn of a chat cannot begin there."""
     engine.replace_scheduler(lookahead=lookahead)
+    engine.bridge.lacks_room = lookahead < 2  # Beyond that, there is no key of the end.
     prompt = 4 * CHUNK_TOKENS + BLOCK_TOKENS + 5
     first = make_request(prompt + lookahead, num_prompt_tokens=prompt)
     again = make_request(prompt, all_token_ids=first.all_token_ids[:prompt])
@@ -320,7 +345,7 @@ def test_prompt_is_stored_and_hit_up_to_its_last_whole_block(
     reserve = cache.receive(Reserve)
     runs = list(reserve.runs)
     if lookahead:  # The KV of the tail is final once so many tokens of the answer are known.
-        engine.grant(reserve)
+        engine.grant(reserve, again=lookahead < 2)
         know(first, prompt + lookahead)
         engine.step(lookahead)
         runs += cache.receive(Reserve).runs
@@ -346,9 +371,10 @@ def test_prompt_without_a_chunk_up_to_its_end_ends_with_a_block(engine: Engine, 
     assert engine.ask(prompt).tokens == chunks * CHUNK_TOKENS + last
 
 
-def test_prompt_that_ends_within_a_block_of_its_last_chunk_has_no_tail(
+def test_prompt_that_ends_within_a_block_of_its_last_chunk_has_no_tail_if_room_is_short(
     engine: Engine, cache: ScriptedCache
 ) -> None:
+    room_is_short(engine, cache)
     prompt = make_request(4 * CHUNK_TOKENS + BLOCK_TOKENS - 1)
     assert engine.start(prompt).tokens == 4 * CHUNK_TOKENS
     engine.step(prompt.num_tokens)

@@ -137,7 +137,7 @@ class Engine(stepping.Engine):
         count = sum(chunk_counts(reserve))
         leases = list(range(first, first + count))
         offsets = [4096 * (at % 64) for at in range(count)]
-        self.cache.send(Reserved(reserve.ticket, leases, offsets, offer_again=again))
+        self.cache.send(Reserved(reserve.ticket, leases, offsets, offer_again=again, lacks_room=again))
         if settle:
             self.settle()
         return leases

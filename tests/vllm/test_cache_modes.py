@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.rigs.cache_process import CHUNK, CacheProcess
+from tests.rigs.cache_process import CHUNK, MIB, CacheProcess
 from tests.rigs.vllm import models
 from tests.rigs.vllm.engine import Answer, Engine
 from tests.rigs.vllm.models import prompt
@@ -42,23 +42,48 @@ def test_modes(
     cache = make_cache(partial_chunks=partial_chunks).start()
     tokens = oracle(llama, prompt(LENGTH))
     with start(llama, cache) as engine:
-        hit = LENGTH // engine.block_tokens * engine.block_tokens if partial_chunks else WHOLE_CHUNKS
         for mode in ("off", "read"):
             assert generate(engine, mode) == answered(tokens, cached=0)
             engine.reset_prefix_cache()
             assert chunks(cache) == 0, mode
-        assert looked_up(engine) == hit
+        assert looked_up(engine) == (LENGTH if partial_chunks else WHOLE_CHUNKS)
 
         assert generate(engine, "write") == answered(tokens, cached=0)
         engine.reset_prefix_cache()
         held = chunks(cache)
         assert held
+        hit = LENGTH if partial_chunks else WHOLE_CHUNKS
         assert generate(engine, "off") == answered(tokens, cached=0)
         assert generate(engine, "write") == answered(tokens, cached=0)
         assert generate(engine, "read") == answered(tokens, cached=hit)
         assert generate(engine, "both") == answered(tokens, cached=hit)
         engine.reset_prefix_cache()
         assert chunks(cache) == held
+
+
+def test_prompts_end_with_a_whole_block_once_room_is_short(
+    llama: Path, make_cache: MakeCache, start: StartEngine, oracle: Oracle
+) -> None:
+    """What was stored up to its end before is a hit up to there as well, from the disk."""
+    cache = make_cache(partial_chunks=True, ram={"capacity": 16 * MIB}).start()
+    with start(llama, cache) as engine:
+        whole = LENGTH // engine.block_tokens * engine.block_tokens
+        assert whole < LENGTH
+        first, *more, last = [5000 * number for number in range(7)]
+        generate(engine, "write", first)
+        engine.reset_prefix_cache()
+        cache.wait_until_idle()
+        assert generate(engine, "read", first).cached == LENGTH
+        for number in more:
+            generate(engine, "write", number)
+            engine.reset_prefix_cache()
+            cache.wait_until_idle()
+        generate(engine, "write", last)
+        engine.reset_prefix_cache()
+        cache.wait_until_idle()
+        for number in (last, first):
+            expected = oracle(llama, prompt(LENGTH, start=number))
+            assert generate(engine, "read", number) == answered(expected, cached=whole)
 
 
 def test_mode_of_one_request_does_not_affect_another(llama: Path, running: Running, oracle: Oracle) -> None:

@@ -24,7 +24,7 @@ from tests.rigs.vllm.engine import Engine
 from tests.rigs.vllm.models import prompt
 from tests.vllm.conftest import MakeCache, Oracle, StartEngine
 
-LENGTH = 992
+LENGTH = 1000
 """Seven chunks and most of an eighth."""
 CHUNKS = -(-LENGTH // CHUNK)
 FIRST, SECOND, THIRD = (prompt(LENGTH, start=1200 * number) for number in range(3))

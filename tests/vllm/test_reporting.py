@@ -122,7 +122,7 @@ class Router:
             chunk_keys(root, text[:end], CHUNK, tail=True)[-1]: text[:end]
             for text in self._texts
             # Whole chunks, and the ends of prompt and answer.
-            for end in (*range(CHUNK, len(text), CHUNK), blocks(len(text) - NEW), blocks(len(text) - 1))
+            for end in (*range(CHUNK, len(text), CHUNK), len(text) - NEW, blocks(len(text) - 1))
         }
         held: dict[str, set[tuple[int, ...]]] = {"CPU": set(), "STORAGE": set()}
         for key, tiers in self._tiers(list(chunks)).items():

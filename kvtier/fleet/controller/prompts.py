@@ -37,11 +37,11 @@ class PromptChunks(NamedTuple):
     lengths: Sequence[int]
     """Size of each chunk object in bytes."""
     prompt_tokens: int = 0
-    """Length of the whole prompt, of which engines may store less."""
+    """Length of the whole prompt, of which its chunks may hold less."""
 
     @classmethod
     def of(cls, model: Model, tokens: Sequence[int], salt: str = "") -> PromptChunks:
-        """Return all chunks that engines store of a prompt. Takes about 15 ms for a million tokens.
+        """Return the chunks of a prompt with its last whole block. Takes about 15 ms for a million tokens.
 
         Raises: WrongPrompt.
         """
@@ -60,7 +60,7 @@ class PromptChunks(NamedTuple):
     def to_its_end(self, tokens: Sequence[int], salt: str = "") -> PromptChunks:
         """Return the same with the chunk that ends where the prompt does, not with its last whole block.
 
-        Transfers to decode instances and programs store that.
+        Engines store that while there is room, and whatever there is for decode instances.
         """
         layout = self.model.layout
         whole, rest = divmod(len(tokens), layout.chunk_tokens)

@@ -203,7 +203,7 @@ class Lookups:
         if not self._layout.has_states and request.num_tokens == request.num_prompt_tokens:
             tokens = int(request.num_tokens)
             ends = [tokens] if self._kv_transfers.wants_tail(state) else []
-            ends += [self._layout.stored_tokens(tokens)] if self._partial_chunks else []
+            ends += [state.stored_prompt(self._layout)] if self._partial_chunks else []
             for end in ends:
                 if (tail := state.tail_key(end)) is not None:
                     keys.append(tail)
@@ -292,7 +292,8 @@ class Lookups:
             if lookup is None or not lookup.final or now < progress.asked_at + RENEW_SECONDS:
                 continue
             expects = hints.expect is not None or hints.canary is not None or progress.renewal is not None
-            if not expects and hit_of(lookup, state, self._layout).tokens < progress.covered - 1:
+            worth = self._layout.stored_tokens(progress.covered) - 1
+            if not expects and hit_of(lookup, state, self._layout).tokens < worth:
                 progress.renewal = self._bridge.look_up(*self._query(state), renews=progress.asked)
                 progress.asked_at = now
 

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
     from kvtier.integrations.vllm.adapters import Adapter
+    from kvtier.memory.layout import ChunkLayout
 
 
 class Hit(NamedTuple):
@@ -64,7 +65,7 @@ class LookupProgress:
     renewal: int | None = None
     """Ticket of a later one that takes its place once it is answered."""
     covered: int = 0
-    """The leading tokens that were last looked up: those of whole blocks, as a rule."""
+    """The leading tokens that were last looked up."""
     asked_at: float = 0.0
     """When it was last looked up (:func:`time.monotonic`); 0 before that."""
     waited: bool = False
@@ -176,6 +177,8 @@ class RequestState:
     """Keys of the whole chunks whose tokens are known, in prefix order."""
     hashes: bytearray = field(default_factory=bytearray)
     """The block hashes of the tokens that are known so far."""
+    whole_blocks: bool = False
+    """Whether the prompt is stored and looked up to its last whole block, because room is short."""
     hints: Hints = NO_HINTS
     adapter: Adapter | None = None
     trace: Trace = UNTRACED
@@ -299,6 +302,11 @@ class RequestState:
             return None
         rest = encode_tokens(token_list(self.request), start, tokens)
         return chunk_key(self.parent(whole), rest, _extra(self.request, start, tokens, lookahead))
+
+    def stored_prompt(self, layout: ChunkLayout) -> int:
+        """Return how many leading tokens of the prompt are stored and looked up, with partial chunks."""
+        prompt = int(self.request.num_prompt_tokens)
+        return layout.stored_tokens(prompt) if self.whole_blocks else prompt
 
     def parent(self, index: int) -> ChunkKey:
         """Return the key before the chunk at ``index``."""

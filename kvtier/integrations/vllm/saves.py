@@ -229,7 +229,10 @@ class Saves:
         if computed < prompt or not self._tails:
             return 0
         if state.transfer.ticket is None:
-            return self._longer_tail(state, self._layout.stored_tokens(prompt))
+            # What is held lacks less than a block: not worth a second chunk.
+            whole = self._layout.stored_tokens(prompt)
+            held = self._last_chunk_end(prompt) < whole <= state.saving.tail_end
+            return 0 if held else self._longer_tail(state, state.stored_prompt(self._layout))
         # The decode instance needs all of it, even if a chunk that is held begins like it.
         planned = state.saving.tail_planned and state.saving.tail_end >= prompt
         return prompt if prompt % self._layout.chunk_tokens and not planned else 0
@@ -420,7 +423,7 @@ class Saves:
         sizes = [self._layout.chunk_tokens] * len(keys)
         if self._tails:
             prompt, start = int(state.request.num_prompt_tokens), self._last_chunk_end(computed)
-            ends = [self._layout.stored_tokens(prompt), self._last_block_end(computed)]
+            ends = [state.stored_prompt(self._layout), self._last_block_end(computed)]
             ends = ends if self._partial_chunks else []
             if state.transfer.ticket is not None or state.saving.tail_end == prompt:
                 ends.append(prompt)

@@ -171,10 +171,14 @@ class SchedulerSide:
         root = request_root(
             self.weights.current.namespace, request, adapter.identity if adapter else "", canary
         )
+        # The chunk at the end of a prompt has no key if drafts read further ahead.
+        whole_blocks = self._lookahead > 1 or (self._bridge.lacks_room and not canary)
         sizes = self._layout.chunk_tokens, self._lookahead, self._layout.granularity
         # The first part of the engine traces for all.
         trace = UNTRACED if self._model.part else self._traces.begin(request)
-        state = RequestState(request, root, *sizes, hints=hints, adapter=adapter, trace=trace)
+        state = RequestState(
+            request, root, *sizes, whole_blocks=whole_blocks, hints=hints, adapter=adapter, trace=trace
+        )
         self._requests[request.request_id] = state
         return state
 
