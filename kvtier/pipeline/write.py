@@ -292,7 +292,7 @@ class Writer:
         """Remove chunks that are READY in a lower tier."""
         hierarchy = self._hierarchy
         held = [key for key in transfer.keys if transfer.source in hierarchy.catalog.tiers(key)]
-        hierarchy.counts["evicted"] += len(held)
+        hierarchy.counts["evicted"] += len(held) if reason is RemovalReason.EVICTED else 0
         hierarchy.counts["not_admitted"] += 0 if transfer.admitted else len(held)
         # Notify before the delete: by the time it has finished, the chunks may have been stored again.
         hierarchy.changed(transfer.source, removed=held)

@@ -296,6 +296,7 @@ async def test_clear_of_one_tier_keeps_the_others(settings: MakeSettings, prompt
         assert [catalog.tiers(key) for key in keys] == [[1], [1], [1], [0, 1]]
         assert (await cache.clear(keys[:3], tiers=["ram"])).chunks == 0
         assert (await cache.clear(tiers=["ssd"])).chunks == 8
+        assert (cache.counts["evicted"], cache.lacks_room) == (0, False), "there was room for them"
         assert (catalog.count(0), catalog.count(1)) == (5, 0)
         assert not cache.catalog.namespaces.is_reset(model.namespace)
 

@@ -116,13 +116,20 @@ class Router:
 
     def held(self) -> dict[str, set[tuple[int, ...]]]:
         """Return the prefixes whose last block the catalog of the cache process holds in each medium."""
-        (listed,) = anyio.run(list_chunks, self._cache.disk, 1, print).described
-        root = root_key(bytes.fromhex(str(listed["namespace"])))
+        # Some may be evicted before they are read.
+        listed = anyio.run(list_chunks, self._cache.disk, 100, print).described
+        root = root_key(bytes.fromhex(next(str(each["namespace"]) for each in listed if "namespace" in each)))
         chunks = {
             chunk_keys(root, text[:end], CHUNK, tail=True)[-1]: text[:end]
             for text in self._texts
             # Whole chunks, and the ends of prompt and answer.
-            for end in (*range(CHUNK, len(text), CHUNK), len(text) - NEW, blocks(len(text) - 1))
+            for prompt_end in [len(text) - NEW]
+            for end in (
+                *range(CHUNK, len(text), CHUNK),
+                prompt_end,
+                blocks(prompt_end),
+                blocks(len(text) - 1),
+            )
         }
         held: dict[str, set[tuple[int, ...]]] = {"CPU": set(), "STORAGE": set()}
         for key, tiers in self._tiers(list(chunks)).items():

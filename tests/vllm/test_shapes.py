@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from kvtier.testing.servers import free_port
-from tests.rigs.cache_process import START_SECONDS, TIMEOUT_SECONDS, CacheProcess
+from tests.rigs.cache_process import MIB, START_SECONDS, TIMEOUT_SECONDS, CacheProcess
 from tests.rigs.forks import forks_with_vllm
 from tests.rigs.vllm import models
 from tests.vllm.conftest import MakeCache
@@ -179,7 +179,8 @@ def test_ends_of_prompts_of_every_length_with_windows(make_cache: MakeCache, sta
 @pytest.mark.parametrize("windows", [True, False], ids=["windows", "full attention"])
 def test_whole_prompts_of_every_length(make_cache: MakeCache, start: Start, windows: bool) -> None:
     """vLLM computes the last token again, and must then have all blocks in its window."""
-    cache = make_cache(partial_chunks=True).start()
+    # Room for all of them: once chunks are evicted, only whole blocks are stored.
+    cache = make_cache(partial_chunks=True, ram={"capacity": 512 * MIB}).start()
     engine = start(Shape(windows=windows, layers=2), cache)
     left = [1, 2, 16, 17, *range(CHUNK // 2, CHUNK + 40)]
     deadline = time.monotonic() + TIMEOUT_SECONDS

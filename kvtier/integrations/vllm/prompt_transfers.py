@@ -111,7 +111,8 @@ class PromptTransfers:
 
     def wants_tail(self, state: RequestState) -> bool:
         """Return whether to store and look up the prompt's partial last chunk regardless of the settings."""
-        return state.transfer.ticket is not None or self._expects_all(state)
+        # Requests without hints also hit chunks that prefill instances have pushed to a decode instance.
+        return state.transfer.ticket is not None or self._expects_all(state) or self._role == "decode"
 
     def _expects_all(self, state: RequestState) -> bool:
         expect = state.hints.expect
