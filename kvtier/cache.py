@@ -417,7 +417,7 @@ class TieredCache:
 
     @property
     def lacks_room(self) -> bool:
-        """Whether chunks have been evicted or declined, for lack of room."""
+        """Whether chunks have been evicted or declined, because there was no room."""
         return self.counts["evicted"] + self.counts["store_declined"] > 0
 
     @property

@@ -321,7 +321,7 @@ def test_prompt_is_stored_and_hit_up_to_its_end_while_there_is_room(
 
 
 def room_is_short(engine: Engine, cache: ScriptedCache) -> None:
-    """Let the cache process say so, in its answer to an earlier request."""
+    """Let the answer to an earlier request have the flag for it."""
     earlier = make_request(CHUNK_TOKENS)
     engine.start(earlier)
     engine.step(CHUNK_TOKENS)
