@@ -320,6 +320,38 @@ def test_prompt_is_stored_and_hit_up_to_its_end_while_there_is_room(
     assert engine.ask(again).tokens == 4 * CHUNK_TOKENS + BLOCK_TOKENS
 
 
+@pytest.mark.parametrize("blocks", [1, 0])
+def test_rest_of_a_prompt_is_not_stored_if_all_its_blocks_are_held(
+    engine: Engine, cache: ScriptedCache, blocks: int
+) -> None:
+    """In a chunk of another prompt, which begins like it. Without a whole block, nothing of the rest is."""
+    held = CHUNK_TOKENS + blocks * BLOCK_TOKENS
+    prompt = make_request(held + 5)
+    look_up = engine.ask(prompt)
+    hashes = block_hashes(prompt.all_token_ids[CHUNK_TOKENS:held], BLOCK_TOKENS) + bytes(BLOCK_HASH_BYTES)
+    like = {"last_tokens": CHUNK_TOKENS, "block_hashes": hashes, "parent": split_keys(look_up.keys)[0]}
+    leases = [1, 2] if blocks else [1]
+    zeros = [0] * len(leases)
+    cache.send(Found(look_up.ticket, leases, zeros, zeros, 0, **(like if blocks else {})))
+    engine.wait_for_hit(prompt, held)
+    engine.admit(prompt)
+    engine.scheduler.allocated(prompt, engine.blocks(engine.tables[prompt.request_id]), held)
+    prompt.num_computed_tokens = held
+    engine.step(5)
+    if blocks:
+        assert cache.nothing_received()
+    else:
+        assert cache.receive(Reserve).runs[0].last_tokens == 5
+
+
+def test_canary_asks_for_all_of_its_prompt_whatever_room_there_is(engine: Engine) -> None:
+    """It reports how much of it is a hit, and is removed soon."""
+    engine.bridge.lacks_room = True
+    tokens = 4 * CHUNK_TOKENS + BLOCK_TOKENS + 5
+    hint = {"kvtier": {"cache": "both", "canary": {"id": "a"}}}
+    assert engine.ask(make_request(tokens, kv_transfer_params=hint)).tokens == tokens
+
+
 def room_is_short(engine: Engine, cache: ScriptedCache) -> None:
     """Let the answer to an earlier request have the flag for it."""
     earlier = make_request(CHUNK_TOKENS)
