@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import NamedTuple
 
 import msgspec
@@ -93,7 +93,7 @@ class GroupValues(msgspec.Struct, frozen=True, array_like=True):
     width: int = 0
 
 
-class ChunkLayout(msgspec.Struct, frozen=True, array_like=True):
+class ChunkLayout(msgspec.Struct, frozen=True, array_like=True, dict=True):
     """The layout of a model's chunks on one platform.
 
     ``platform`` covers everything that determines the bytes inside a block (device, layout name, instruction
@@ -146,7 +146,7 @@ class ChunkLayout(msgspec.Struct, frozen=True, array_like=True):
         """The smallest number of tokens that is a multiple of all block sizes."""
         return math.lcm(*(group.block_tokens for group in self.groups))
 
-    @property
+    @cached_property  # Each step asks for it, once or more for each request.
     def granularity(self) -> int:
         """Hits end after a multiple of this many tokens: the smallest with :data:`MAX_BLOCK_HASHES` a chunk.
 
