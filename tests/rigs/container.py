@@ -57,11 +57,25 @@ def _keep_visible(folder: Path) -> None:
 
 
 def _mounted() -> Iterator[str]:
-    """Yield where disks are mounted."""
+    """Yield where disks are mounted, without those that a later mount covers: their places lead elsewhere."""
     for line in Path("/proc/self/mountinfo").read_text().splitlines():
         before, _, after = line.partition(" - ")
-        if not after.startswith(("proc ", "sysfs ", "tmpfs ", "cgroup", "dev")):
-            yield before.split()[4]
+        mount, place = before.split()[0], before.split()[4]
+        if not after.startswith(("proc ", "sysfs ", "tmpfs ", "cgroup", "dev")) and _mount_at(place) == mount:
+            yield place
+
+
+def _mount_at(place: str) -> str | None:
+    """Return the number of the mount that a path leads to; None if nothing is there."""
+    try:
+        found = os.open(place, os.O_PATH)
+    except FileNotFoundError:
+        return None
+    try:
+        info = Path(f"/proc/self/fdinfo/{found}").read_text()
+    finally:
+        os.close(found)
+    return dict(line.split(":\t") for line in info.splitlines())["mnt_id"]
 
 
 def main(settings: Path, *program: str) -> None:
