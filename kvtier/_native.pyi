@@ -124,7 +124,7 @@ def copy_buffers(pairs: Sequence[tuple[memoryview, bytes | memoryview]], threads
     """
 
 def write_hashed(descriptor: int, chunk: memoryview, start: int, length: int) -> bytes:
-    """Write all but the first page of a chunk to a file; return the XXH3-128 of ``length`` bytes.
+    """Write a chunk to a file; return the XXH3-128 of ``length`` bytes of it.
 
     Blocks without the GIL. Raises ``OSError`` if a write fails, and ``ValueError`` as :func:`xxh3_128`.
     """

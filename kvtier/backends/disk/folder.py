@@ -276,13 +276,13 @@ class ObjectFolder:
 
 
 def _write_sealed(descriptor: int, view: memoryview, header: ChunkHeader) -> bytes:
-    """Write an unsealed chunk object with its checksum, the page with the header last. Return it."""
+    """Write an unsealed chunk object, and then its header with the checksum. Return the checksum."""
     if header.payload_bytes >= NATIVE_CHECKSUM_BYTES:
         checksum = native.core.write_hashed(descriptor, view, HEADER_BYTES, header.payload_bytes)
     else:
         checksum = header.checksum(view)
         _write(descriptor, view)
-    _write(descriptor, memoryview(header.packed(checksum) + view[HEADER_BYTES:OBJECT_ALIGNMENT]))
+    _write(descriptor, memoryview(header.packed(checksum)))
     return checksum
 
 
