@@ -258,19 +258,21 @@ class Saves:
         While no room can be reserved, only those for which it was requested in advance. ``running``: requests
         of the step that may store, and how many tokens it computes of each.
         """
-        room, backlog = self.room, self.backlog
+        room, backlog, possible = self.room, self.backlog, self.possible
         for state, scheduled in running:
             progress = state.saving
             before, progress.settled = progress.settled, state.request.num_computed_tokens
             computed = state.final_tokens(progress.settled + scheduled, answer=self._save_decode)
             progress.computed = computed
+            if not (possible or self._expected):
+                continue
             if not self.due(state, computed) or self._gathers(state, computed):
                 continue
             # With a lookahead, a chunk at the end of a step becomes due one step later.
             since = before if state.lookahead and before is not None else progress.settled
             fresh = self._fresh(state, computed, since)
-            limit = min(fresh + backlog, room) if self.possible else self._expected_next(state)
-            planned = self.plan(state, computed, limit) if limit or self.possible else 0
+            limit = min(fresh + backlog, room) if possible else self._expected_next(state)
+            planned = self.plan(state, computed, limit) if limit or possible else 0
             room -= planned
             backlog -= max(0, planned - fresh)
 
