@@ -18,8 +18,8 @@ auto all(const Array& array) {
     return std::span(array.data(), array.nbytes());
 }
 
-std::size_t encode(const ReadOnlyBytes& source, const Bytes& target) {
-    return codec::encode(all(source), all(target));
+std::size_t encode(const ReadOnlyBytes& source, const Bytes& target, bool dense) {
+    return dense ? codec::encode_dense(all(source), all(target)) : codec::encode(all(source), all(target));
 }
 
 void decode(const ReadOnlyBytes& source, const Bytes& target) {
@@ -43,7 +43,7 @@ void lossy_decode(const ReadOnlyBytes& source, const Bytes& target) {
 void bind_codec(nb::module_& module) {
     const nb::arg table("table"), length("length"), source("source"), target("target");
     module.def("lossless_bound", &codec::max_encoded, length);
-    module.def("lossless_encode", &encode, source, target, WithoutGil());
+    module.def("lossless_encode", &encode, source, target, nb::arg("dense") = false, WithoutGil());
     module.def("lossless_decode", &decode, source, target, WithoutGil());
     module.def("lossy_bound", &lossy_bound, table, length);
     module.def("lossy_encode", &lossy_encode, nb::arg("form"), table, source, target, WithoutGil());

@@ -80,9 +80,12 @@ std::vector<std::pair<std::string, Bytes>> payloads() {
     return found;
 }
 
-Bytes encoded(const Bytes& payload, Vectors limit = Vectors::avx512) {
+using Encode = std::size_t(std::span<const std::uint8_t>, std::span<std::uint8_t>, Vectors);
+constexpr Encode* encodes[] = {kvtier::codec::encode, kvtier::codec::encode_dense};
+
+Bytes encoded(const Bytes& payload, Vectors limit = Vectors::avx512, Encode* encode = kvtier::codec::encode) {
     return written(payload, kvtier::codec::max_encoded(payload.size()), [&](auto source, auto target) {
-        return kvtier::codec::encode(source, target, limit);
+        return encode(source, target, limit);
     });
 }
 
@@ -97,35 +100,43 @@ Bytes decoded(const Bytes& stored, std::size_t length, Vectors limit = Vectors::
 
 TEST(payloads_survive_with_each_instruction_set) {
     for (const auto& [name, payload] : payloads()) {
-        const Bytes expected = encoded(payload, Vectors::none);
-        for (const Vectors limit : limits) {
-            const Bytes stored = encoded(payload, limit);
-            const bool survives = decoded(expected, payload.size(), limit) == payload &&
-                                  decoded(stored, payload.size(), limit) == payload;
-            if (!survives) kvtier::test::fail(name.c_str(), 0, "other bytes come back");
-            if (stored != expected) kvtier::test::fail(name.c_str(), 0, "encoded differently");
+        for (Encode* encode : encodes) {
+            const Bytes expected = encoded(payload, Vectors::none, encode);
+            for (const Vectors limit : limits) {
+                const Bytes stored = encoded(payload, limit, encode);
+                const bool survives = decoded(expected, payload.size(), limit) == payload &&
+                                      decoded(stored, payload.size(), limit) == payload;
+                if (!survives) kvtier::test::fail(name.c_str(), 0, "other bytes come back");
+                if (stored != expected) kvtier::test::fail(name.c_str(), 0, "encoded differently");
+            }
         }
     }
 }
 
 TEST(exponents_take_fewer_bits) {
-    const auto ratio = [](const Bytes& payload) {
-        return static_cast<double>(payload.size()) / static_cast<double>(encoded(payload).size());
+    const auto ratio = [](const Bytes& payload, Encode* encode = kvtier::codec::encode) {
+        return static_cast<double>(payload.size()) / static_cast<double>(encoded(payload, Vectors::avx512, encode).size());
     };
     CHECK(ratio(values(1 << 20, 2, 0.02F)) > 1.4);
     CHECK(ratio(values(1 << 20, 4, 0.02F)) > 1.16);
     CHECK(ratio(Bytes(1 << 20)) > 7);
     CHECK(ratio(noise(1 << 20)) > 0.999);
+    CHECK(ratio(values(1 << 20, 2, 0.02F), kvtier::codec::encode_dense) > 1.49);
+    CHECK(ratio(values(1 << 20, 4, 0.02F), kvtier::codec::encode_dense) > 1.19);
+    CHECK(ratio(Bytes(1 << 20), kvtier::codec::encode_dense) > 150);
+    CHECK(ratio(noise(1 << 20), kvtier::codec::encode_dense) > 0.999);
 }
 
 TEST(another_length_is_refused) {
     for (const Vectors limit : limits) {
-        const Bytes stored = encoded(values(100'000, 2, 1.0F), limit);
-        CHECK_THROWS(std::invalid_argument, decoded(stored, 99'999, limit));
-        CHECK_THROWS(std::invalid_argument, decoded(stored, 100'001, limit));
-        CHECK_THROWS(std::invalid_argument, decoded(stored, 0, limit));
-        const Guarded source(100), target(kvtier::codec::max_encoded(100) - 1);
-        CHECK_THROWS(std::invalid_argument, kvtier::codec::encode(source.all(), target.all(), limit));
+        for (Encode* encode : encodes) {
+            const Bytes stored = encoded(values(100'000, 2, 1.0F), limit, encode);
+            CHECK_THROWS(std::invalid_argument, decoded(stored, 99'999, limit));
+            CHECK_THROWS(std::invalid_argument, decoded(stored, 100'001, limit));
+            CHECK_THROWS(std::invalid_argument, decoded(stored, 0, limit));
+            const Guarded source(100), target(kvtier::codec::max_encoded(100) - 1);
+            CHECK_THROWS(std::invalid_argument, encode(source.all(), target.all(), limit));
+        }
     }
 }
 
@@ -136,7 +147,7 @@ TEST(damaged_bytes_do_no_harm) {
     std::vector<std::pair<std::size_t, Bytes>> stored;
     for (const auto& [name, payload] : payloads()) {
         if (payload.size() > 1000 && payload.size() <= 40'000) {
-            stored.emplace_back(payload.size(), encoded(payload));
+            for (Encode* encode : encodes) stored.emplace_back(payload.size(), encoded(payload, Vectors::avx512, encode));
         }
     }
     for (int input = 0; input < inputs; ++input) {

@@ -20,7 +20,11 @@ std::size_t max_encoded(std::size_t length);
 std::size_t encode(std::span<const std::uint8_t> source, std::span<std::uint8_t> target,
                    Vectors limit = Vectors::avx512);
 
-// Decode `source` into `target`. Throws std::invalid_argument, having written a part of `target`, unless it was encoded
+// The same in fewer bytes: with codes of as many bits as a symbol has information, which take longer to encode and decode.
+std::size_t encode_dense(std::span<const std::uint8_t> source, std::span<std::uint8_t> target,
+                         Vectors limit = Vectors::avx512);
+
+// Decode `source`, which either has written, into `target`. Throws std::invalid_argument, having written a part of `target`, unless it was encoded
 // from as many bytes. Neither reads nor writes anything else, for any input.
 void decode(std::span<const std::uint8_t> source, std::span<std::uint8_t> target, Vectors limit = Vectors::avx512);
 

@@ -3,10 +3,13 @@
 #include <algorithm>
 #include <array>
 #include <bit>
+#include <cmath>
 #include <cstring>
 #include <functional>
+#include <numeric>
 #include <stdexcept>
 #include <utility>
+#include <vector>
 
 #include "kvtier/intrinsics.hpp"
 #include "reader.hpp"
@@ -14,9 +17,9 @@
 // Format, little-endian: segments, until the length of the payload is reached. Of each:
 //
 //   u32  its length in bytes; with the highest bit set, it follows as it is
-//   for each plane: u8 bits of a code; 0 if the plane is stored as it is
+//   for each plane: u8 bits of a code; 0 if the plane is stored as it is, 8 if it is dense
 //   for each plane with codes: u32 number of escapes, u8[2^bits - 1] symbols
-//   for each plane: its bytes; or the codes of a multiple of `group` symbols, and the escapes
+//   for each plane: its bytes; or the codes of a multiple of `group` symbols, and the escapes; or what ans.inc describes
 //   the bytes behind the last whole word
 
 namespace kvtier::codec {
@@ -31,8 +34,13 @@ using Target = std::span<std::uint8_t>;
 // Words or symbols that are processed at a time. Planes have room for a multiple of it.
 constexpr std::size_t group = 64;
 // Symbols with a code of their own, at most. With codes of n bits, the last of 2^n codes is for all other symbols.
-constexpr unsigned max_bits = 7;
+constexpr unsigned max_bits = 7, dense = 8;
 constexpr std::size_t planes_count = 4;
+
+// Of dense planes: the sum of frequencies, as a power of two; the state below which a word is read; and their number.
+constexpr unsigned scale_bits = 12;
+constexpr std::uint32_t scale = 1u << scale_bits, least_state = 1u << 16;
+constexpr std::size_t lanes = 32;
 
 // The inner loops, for each kind of processor.
 //
@@ -52,6 +60,11 @@ struct Kernels {
     // there are too few.
     std::ptrdiff_t (*unpack)(const std::uint8_t* codes, std::size_t count, unsigned bits, const std::uint8_t* symbols,
                              std::span<const std::uint8_t> escapes, std::uint8_t* plane);
+    // Decode `count` symbols of a dense plane, a multiple of `lanes`, or fewer if words go beyond `end`. Return where the
+    // next word is. Reads up to `group` bytes behind `end`. A slot, for each remainder of a state: the symbol, its
+    // frequency less one, and which of its own remainders it is, in 8, 12 and 12 bits.
+    const std::uint8_t* (*step)(const std::uint32_t* slots, std::uint32_t* states, const std::uint8_t* word,
+                                const std::uint8_t* end, std::size_t count, std::uint8_t* plane);
 };
 
 #include "planes_portable.inc"
@@ -62,7 +75,9 @@ struct Kernels {
 
 // A page of K or V of a usual model. Each segment has tables of its own; its planes fit into the L2 cache of a core.
 constexpr std::size_t segment_bytes = std::size_t{32} << 10;
-constexpr std::size_t max_symbols = segment_bytes / 4 + group;
+// Dense planes have longer tables, so their segments may be longer.
+constexpr std::size_t max_segment_bytes = 4 * segment_bytes;
+constexpr std::size_t max_symbols = max_segment_bytes / 4 + group;
 constexpr std::uint32_t plain = std::uint32_t{1} << 31;
 // A table is made of each eighth group of its plane.
 constexpr std::size_t sampled = 8;
@@ -91,11 +106,11 @@ struct Table {
 
 using Counts = std::array<std::uint32_t, 256>;
 
-// Count the symbols of some groups, with what follows the plane in its last group.
-Counts count_symbols(const std::uint8_t* plane, std::size_t count) {
+// Count the symbols of each `step`th group, with what follows the plane in its last group.
+Counts count_symbols(const std::uint8_t* plane, std::size_t count, std::size_t step) {
     // Increments of one counter wait for each other, so neighbors have different ones.
     std::uint16_t counts[4][256] = {};
-    for (std::size_t start = 0; start < count; start += sampled * group) {
+    for (std::size_t start = 0; start < count; start += step * group) {
         for (std::size_t at = start; at < start + group; at += 8) {
             std::uint64_t symbols;
             std::memcpy(&symbols, plane + at, sizeof symbols);
@@ -158,6 +173,8 @@ private:
     std::uint8_t* at_;
 };
 
+#include "ans.inc"
+
 // Write the codes of a plane; return how many escapes follow them.
 std::size_t write_codes(std::uint8_t* plane, std::size_t count, const Table& table, Writer& out, const Kernels& kernels) {
     std::array<std::uint8_t, 256> codes;
@@ -187,7 +204,7 @@ bool encode_segment(Source segment, Planes& planes, Writer& out, const Kernels& 
             --skip;
             continue;
         }
-        tables[plane] = choose(count_symbols(planes.at[plane], count));
+        tables[plane] = choose(count_symbols(planes.at[plane], count, sampled));
         if (tables[plane].bits == 0) skip = skipped;
         gains |= tables[plane].bits > 0;
     }
@@ -211,21 +228,55 @@ bool encode_segment(Source segment, Planes& planes, Writer& out, const Kernels& 
     return static_cast<std::size_t>(out.at() - begin) < segment.size();
 }
 
+// Divide a segment into planes. Return their tables, without kinds for those that do not gain.
+std::array<ans::Table, planes_count> dense_tables(Source segment, Planes& planes, const Kernels& kernels) {
+    const std::size_t count = segment.size() / 4;
+    kernels.split(segment.data(), 0, count, planes.at);
+    std::array<ans::Table, planes_count> tables;
+    for (std::size_t plane = 0; plane < planes_count && count > 0; ++plane) {
+        std::memset(planes.at[plane] + count, planes.at[plane][0], rounded(count) - count);
+        tables[plane] = ans::choose(count_symbols(planes.at[plane], count, 1));
+        // Not for less than 3 %, as they take longer to decode.
+        if (tables[plane].bytes + count / 32 > count) tables[plane] = {.bytes = count};
+    }
+    return tables;
+}
+
+// Like encode_segment, with dense planes.
+bool encode_dense_segment(Source segment, Planes& planes, Writer& out, const Kernels& kernels) {
+    const std::uint8_t* const begin = out.at();
+    const std::size_t count = segment.size() / 4;
+    const auto tables = dense_tables(segment, planes, kernels);
+    out.word(segment.size());
+    for (const ans::Table& table : tables) out.byte(table.kinds > 0 ? dense : 0);
+    for (std::size_t plane = 0; plane < planes_count; ++plane) {
+        if (tables[plane].kinds > 0) ans::encode(planes.at[plane], rounded(count), tables[plane], out);
+        else out.bytes(planes.at[plane], count);
+    }
+    out.bytes(segment.data() + 4 * count, segment.size() - 4 * count);
+    return static_cast<std::size_t>(out.at() - begin) < segment.size();
+}
+
 void decode_segment(Target segment, Planes& planes, Reader& in, const Kernels& kernels) {
     const std::size_t count = segment.size() / 4;
     const Source bits = in.take(planes_count);
     std::array<std::uint32_t, planes_count> escapes{};
     std::array<Table, planes_count> tables;
     for (std::size_t plane = 0; plane < planes_count; ++plane) {
-        if (bits[plane] > max_bits) throw std::invalid_argument("a code has more bits than there are");
+        if (bits[plane] > dense) throw std::invalid_argument("a code has more bits than there are");
+        if (bits[plane] == 0 || bits[plane] == dense) continue;
         tables[plane].bits = bits[plane];
-        if (bits[plane] == 0) continue;
         escapes[plane] = in.value<std::uint32_t>();
         std::ranges::copy(in.take(tables[plane].size()), tables[plane].symbols.begin());
     }
     std::array<const std::uint8_t*, planes_count> bytes{};
     for (std::size_t plane = 0; plane < planes_count; ++plane) {
         const Table& table = tables[plane];
+        if (bits[plane] == dense) {
+            ans::decode(in, rounded(count), planes.at[plane], kernels);
+            bytes[plane] = planes.at[plane];
+            continue;
+        }
         if (table.bits == 0) {
             bytes[plane] = in.take(count).data();
             continue;
@@ -250,6 +301,19 @@ const Kernels& fastest([[maybe_unused]] Vectors limit) {
     return portable::kernels;
 }
 
+// Write segments of `length` bytes, as they are where `encode` does not make them shorter.
+template <typename Encode>
+void write_segments(Source source, std::size_t length, Encode encode, Planes& planes, Writer& out, const Kernels& kernels) {
+    for (; !source.empty(); source = source.subspan(std::min(length, source.size()))) {
+        const Source segment = source.first(std::min(length, source.size()));
+        const Writer before = out;
+        if (encode(segment, planes, out, kernels)) continue;
+        out = before;
+        out.word(segment.size() | plain);
+        out.bytes(segment.data(), segment.size());
+    }
+}
+
 }  // namespace
 
 std::size_t max_encoded(std::size_t length) {
@@ -259,16 +323,30 @@ std::size_t max_encoded(std::size_t length) {
 
 std::size_t encode(Source source, Target target, Vectors limit) {
     if (target.size() < max_encoded(source.size())) throw std::invalid_argument("the target is too short");
+    Planes planes;
+    Writer out(target.data());
+    write_segments(source, segment_bytes, encode_segment, planes, out, fastest(limit));
+    return static_cast<std::size_t>(out.at() - target.data());
+}
+
+std::size_t encode_dense(Source source, Target target, Vectors limit) {
+    if (target.size() < max_encoded(source.size())) throw std::invalid_argument("the target is too short");
     const Kernels& kernels = fastest(limit);
     Planes planes;
     Writer out(target.data());
-    for (; !source.empty(); source = source.subspan(std::min(segment_bytes, source.size()))) {
-        const Source segment = source.first(std::min(segment_bytes, source.size()));
-        const Writer before = out;
-        if (encode_segment(segment, planes, out, kernels)) continue;
-        out = before;
-        out.word(segment.size() | plain);
-        out.bytes(segment.data(), segment.size());
+    for (; !source.empty(); source = source.subspan(std::min(max_segment_bytes, source.size()))) {
+        const Source part = source.first(std::min(max_segment_bytes, source.size()));
+        // Long segments need fewer tables, short ones have fewer kinds of values.
+        std::size_t best = 0, fewest = 0;
+        for (std::size_t length = max_segment_bytes; length >= segment_bytes; length /= 2) {
+            std::size_t bytes = 0;
+            for (std::size_t at = 0; at < part.size(); at += length) {
+                const Source segment = part.subspan(at, std::min(length, part.size() - at));
+                for (const ans::Table& table : dense_tables(segment, planes, kernels)) bytes += table.bytes;
+            }
+            if (best == 0 || bytes < fewest) best = length, fewest = bytes;
+        }
+        write_segments(part, best, encode_dense_segment, planes, out, kernels);
     }
     return static_cast<std::size_t>(out.at() - target.data());
 }
@@ -280,7 +358,7 @@ void decode(Source source, Target target, Vectors limit) {
     while (!target.empty()) {
         const std::uint32_t head = in.value<std::uint32_t>();
         const std::size_t length = head & ~plain;
-        if (length == 0 || length > std::min(segment_bytes, target.size())) {
+        if (length == 0 || length > std::min(max_segment_bytes, target.size())) {
             throw std::invalid_argument("a segment has another length than it can have");
         }
         if (head & plain) {

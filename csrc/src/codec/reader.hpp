@@ -19,6 +19,7 @@ public:
         left_ = left_.subspan(count);
         return taken;
     }
+    std::span<const std::uint8_t> rest() { return take(left_.size()); }
     template <typename Value>
     Value value() {
         Value little;
