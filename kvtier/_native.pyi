@@ -132,10 +132,11 @@ def write_hashed(descriptor: int, chunk: memoryview, start: int, length: int) ->
 def lossless_bound(length: int) -> int:
     """Return how many bytes encoding ``length`` bytes may need."""
 
-def lossless_encode(source: bytes | memoryview, target: memoryview) -> int:
+def lossless_encode(source: bytes | memoryview, target: memoryview, dense: bool = False) -> int:
     """Encode the values of tensors; see :class:`kvtier.tiers.lossless.LosslessCodec`. Return the length.
 
-    ``target`` has :func:`lossless_bound` bytes, or it raises ``ValueError``. Blocks without the GIL.
+    ``target`` has :func:`lossless_bound` bytes, or it raises ``ValueError``. ``dense``: in fewer bytes, which
+    takes longer, as :class:`kvtier.tiers.lossless.DenseCodec` does. Blocks without the GIL.
     """
 
 def lossless_decode(source: bytes | memoryview, target: memoryview) -> None:

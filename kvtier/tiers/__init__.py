@@ -14,12 +14,13 @@ if TYPE_CHECKING:
 def kvtier_codecs() -> dict[str, type[Codec]]:
     """Return the built-in codecs. Imports them lazily."""
     from kvtier.tiers.codec import IdentityCodec
-    from kvtier.tiers.lossless import LosslessCodec
+    from kvtier.tiers.lossless import DenseCodec, LosslessCodec
     from kvtier.tiers.lossy import Fp8Codec, Int4Codec, Int8Codec
 
     return {
         "identity": IdentityCodec,
         "lossless": LosslessCodec,
+        "dense": DenseCodec,
         "fp8": Fp8Codec,
         "int8": Int8Codec,
         "int4": Int4Codec,

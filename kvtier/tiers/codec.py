@@ -37,6 +37,10 @@ class Codec(ABC):
     """Whether what it decodes is not exactly what it has encoded. It encodes only chunks of engines with the
     setting ``accept_lossy``, whose ``layout`` has ``values``."""
 
+    denser: ClassVar[int | None] = None
+    """The code of a codec that makes payloads smaller than this one, and takes longer. A full tier encodes
+    chunks with it that are not in memory, while the machine is idle."""
+
     def __init__(self, settings: CodecSettings) -> None:  # noqa: B027 - has a default on purpose
         """Take validated settings of ``settings_type``."""
 

@@ -12,7 +12,7 @@ from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
-from kvtier.backends.base import Backend, GetItem, Outcome, PutItem
+from kvtier.backends.base import Backend, GetItem, Outcome, PutItem, StoredObject
 from kvtier.catalog.catalog import Catalog
 from kvtier.concurrency.threads import spread
 from kvtier.errors import CorruptChunk, TierError, UnreadableChunk
@@ -47,6 +47,10 @@ MAX_LAYOUTS = 1024
 
 MIN_GAIN = 0.05
 """Chunks that gain less are stored as they are, and are read without being decoded."""
+MIN_DENSER_GAIN = 0.02
+"""Encoded chunks that gain less are not encoded once more, as that takes longer to decode."""
+
+MAX_DENSEST = 1_000_000
 
 ResultT = TypeVar("ResultT")
 
@@ -101,6 +105,7 @@ class Encoder:
         self.has_codec = codecs.own.code != IDENTITY
         """Whether it may make chunks smaller."""
         self._codec = codecs.own
+        self.denser = None if codecs.own.denser is None else self.known.get(codecs.own.denser)
         self._layouts = layouts
         self._checksum = checksum
         self._kept: list[memoryview] = []
@@ -124,17 +129,19 @@ class Encoder:
         tenant: bytes = b"",
         *,
         smaller: bool = True,
+        denser: bool = False,
     ) -> memoryview | None:
         """Encode, encrypt and seal a chunk object of a tenant. Return the part of ``target`` to store.
 
         ``None`` if it would be hardly smaller, or cannot be encoded: it is then stored as it is. Unless
-        ``smaller``, it is only encrypted. Raises :class:`CorruptChunk` if it has another checksum already:
-        what is stored gets a new one.
+        ``smaller``, it is only encrypted. ``denser``: with the denser codec. Raises :class:`CorruptChunk` if
+        it has another checksum already: what is stored gets a new one.
         """
         if is_sealed(chunk):
             ChunkHeader.verify(chunk, header.key)
-        codec = self._codec.code
-        stored_bytes = self.encode_payload(header, chunk, target) if smaller else None
+        used = self.denser if denser else None
+        codec = (used or self._codec).code
+        stored_bytes = self.encode_payload(header, chunk, target, used) if smaller else None
         source = target[HEADER_BYTES:]
         if stored_bytes is None:
             if self.keys is None:
@@ -150,26 +157,29 @@ class Encoder:
         StoredHeader.seal(stored, header, codec, stored_bytes, checksum=self._checksum, encryption=encryption)
         return stored
 
-    def encode_payload(self, header: ChunkHeader, chunk: memoryview, target: memoryview) -> int | None:
+    def encode_payload(
+        self, header: ChunkHeader, chunk: memoryview, target: memoryview, codec: Codec | None = None
+    ) -> int | None:
         """Encode a payload. Return its length, or ``None`` if it is to be stored as it is."""
+        codec = codec or self._codec
         if not self.has_codec:
             return None
         layout, payload = self._layouts.get(header.namespace), _payload(chunk, header.payload_bytes)
-        if self._codec.lossy and (layout is None or not layout.accepts_loss):
+        if codec.lossy and (layout is None or not layout.accepts_loss):
             if layout is not None and not self._warned_of_loss:
                 self._warned_of_loss = True
                 logger.warning(
                     "%s loses precision: chunks of engines without `accept_lossy: true` stay as they are",
-                    type(self._codec).__name__,
+                    type(codec).__name__,
                 )
             return None
         try:
-            stored_bytes = self._codec.encode(header, layout, payload, target[HEADER_BYTES:])
+            stored_bytes = codec.encode(header, layout, payload, target[HEADER_BYTES:])
         except Exception as error:
-            self._warn("codec %d cannot encode a chunk: %r; storing it as it is", self._codec.code, error)
+            self._warn("codec %d cannot encode a chunk: %r; storing it as it is", codec.code, error)
             return None
         if not 0 <= stored_bytes <= len(target) - HEADER_BYTES:
-            self._warn("codec %d exceeds its bound; storing chunks as they are", self._codec.code)
+            self._warn("codec %d exceeds its bound; storing chunks as they are", codec.code)
             return None
         if object_bytes(stored_bytes) > (1 - MIN_GAIN) * len(chunk):
             return None
@@ -266,6 +276,8 @@ class EncodedSeal(Seal):
         self.written = Written()
         self.choice = CodecChoice(is_full, MIN_GAIN) if encoder.measured else None
         """With ``codec: auto``."""
+        self.densest: set[ChunkKey] = set()
+        """What the denser codec has encoded, or made hardly smaller. Forgotten if it becomes too much."""
         self._known = encoder.known
         self._encoder = encoder
         self._catalog = catalog
@@ -279,6 +291,7 @@ class EncodedSeal(Seal):
             except Exception as error:
                 logger.warning("the codec cannot be measured: %r; storing chunks as they are", error)
                 self.choice.tried(1, 1, 0.0)
+        self.densest.difference_update(key for key, _ in items)
         smaller = self._encoder.has_codec and (self.choice is None or self.choice.encodes)
         if smaller or self._encoder.keys is not None:
             return await self._put_encoded(items, smaller=smaller)
@@ -288,15 +301,35 @@ class EncodedSeal(Seal):
         self.written.stored_bytes += stored
         return outcomes
 
-    async def encode_stored(self, items: Sequence[PutItem]) -> Sequence[Outcome]:
-        """Replace chunk objects that are stored as they are by encoded ones.
+    async def encode_stored(self, items: Sequence[PutItem], *, denser: bool = False) -> Sequence[Outcome]:
+        """Replace chunk objects by smaller ones, with the ``denser`` codec also those that are encoded.
 
         A ``MISS`` leaves what is stored: it would be hardly smaller.
         """
-        return await self._put_encoded(items, replaces=True)
+        outcomes = await self._put_encoded(items, replaces=True, denser=denser)
+        for (key, _), outcome in zip(items, outcomes, strict=True):
+            if denser and outcome in (Outcome.OK, Outcome.MISS):
+                self._settle(key)
+        return outcomes
+
+    def _settle(self, key: ChunkKey) -> None:
+        if len(self.densest) >= MAX_DENSEST:
+            self.densest.clear()
+        self.densest.add(key)
+
+    def _check_head(self, stored: StoredObject) -> StoredHeader:
+        header = super()._check_head(stored)
+        if self._encoder.denser is not None and header.codec == self._encoder.denser.code:
+            self._settle(stored.key)
+        return header
 
     async def _put_encoded(
-        self, items: Sequence[PutItem], *, smaller: bool = True, replaces: bool = False
+        self,
+        items: Sequence[PutItem],
+        *,
+        smaller: bool = True,
+        replaces: bool = False,
+        denser: bool = False,
     ) -> Sequence[Outcome]:
         encoder, found = self._encoder, await self._sealer.headers(items)
         valid = [at for at, header in enumerate(found) if header is not None]
@@ -308,7 +341,7 @@ class EncodedSeal(Seal):
             at: int, header: ChunkHeader, buffer: memoryview, tenant: bytes
         ) -> memoryview | Fault | None:
             try:
-                return encoder.encode(header, items[at][1], buffer, tenant, smaller=smaller)
+                return encoder.encode(header, items[at][1], buffer, tenant, smaller=smaller, denser=denser)
             except CorruptChunk as error:
                 return Fault(error.kind, str(error))
 
@@ -321,7 +354,7 @@ class EncodedSeal(Seal):
                     self._sealer.damaged(items[at], view.kind, view.text)
                 elif view is None:
                     plain += [] if replaces else [at]
-                elif not replaces or len(view) < len(items[at][1]):
+                elif not replaces or len(view) < self._stored(items[at]) * (1 - MIN_DENSER_GAIN):
                     views[at] = view
             seals = await self._sealer.seal([items[at] for at in plain])
             views |= {at: items[at][1] for at, seal in zip(plain, seals, strict=True) if seal is not None}
@@ -394,13 +427,17 @@ class EncodedSeal(Seal):
     async def _lengths(self, items: Sequence[GetItem]) -> list[int]:
         """Return the length of each object in the medium. A shared pool is asked: others write to it, too."""
         if self._pool is None:
-            return [self._catalog.stored_length(key, self._tier, len(view)) for key, view in items]
+            return [self._stored(item) for item in items]
         held = await self._pool.lengths([key for key, _ in items])
         # What is not held, or has a length that it cannot have, is a miss of the chunk's own length.
         return [
             length if 0 < length <= len(view) and length % OBJECT_ALIGNMENT == 0 else len(view)
             for length, (_, view) in zip(held, items, strict=True)
         ]
+
+    def _stored(self, item: GetItem) -> int:
+        key, view = item
+        return self._catalog.stored_length(key, self._tier, len(view))
 
     def _decode(self, read: tuple[ChunkKey, memoryview, memoryview | None], hashed: bool) -> None:
         """Verify what was read into a chunk's memory, or decode it into that from where it was read to."""

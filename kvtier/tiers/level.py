@@ -35,6 +35,8 @@ class Level:
 
     written: Written | None = None
     """What was written here, before and after encoding; ``None`` without a codec and encryption."""
+    densest: set[ChunkKey] | None = None
+    """The chunks here that no codec makes smaller; ``None`` unless there is a denser one than the tier's."""
     choice: CodecChoice | None = None
     """What decides whether it encodes; ``None`` without ``codec: auto``."""
 

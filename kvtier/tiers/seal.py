@@ -159,7 +159,7 @@ class Seal:
             await self._remove([(stored.key, fault) for stored, fault in faults if fault])
             yield [stored for stored, fault in faults if not fault]
 
-    def _check_head(self, stored: StoredObject) -> None:
+    def _check_head(self, stored: StoredObject) -> StoredHeader:
         header = StoredHeader.parse(stored.head)
         if header.chunk.key != stored.key:
             raise CorruptChunk("holds chunk {}", header.chunk.key.hex()[:16])
@@ -167,6 +167,7 @@ class Seal:
             raise CorruptChunk("is {} bytes for a payload of {}", stored.length, header.stored_bytes)
         if header.codec not in self._known:
             raise UnreadableChunk("is encoded by codec {}", header.codec)
+        return header
 
     async def _remove(self, faulty: Sequence[tuple[ChunkKey, Fault]]) -> None:
         """Delete corrupt objects, and those that cannot be read, unless other hosts can."""
@@ -200,7 +201,7 @@ def _verify(item: GetItem, hashed: bool) -> None:
     ChunkHeader.verify(chunk, key, hashed=hashed)
 
 
-def _fault(check: Callable[[], None]) -> Fault | None:
+def _fault(check: Callable[[], object]) -> Fault | None:
     try:
         check()
     except CorruptChunk as error:  # It refers to memory that must not stay mapped.

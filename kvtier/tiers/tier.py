@@ -149,6 +149,8 @@ class Tier(Level):
         else:
             self.seal = EncodedSeal(backend, sealer, encoder, catalog, index, self.is_full)
             self.choice = self.seal.choice
+            if encoder.denser is not None and not self.shared:
+                self.densest = self.seal.densest
             # Without them, it only decodes what the tier holds from earlier settings.
             if encoder.has_codec or encoder.keys is not None:
                 self.written = self.seal.written
@@ -298,13 +300,17 @@ class Tier(Level):
             self.read_items, chunks, settle, priority, "reading", "counted as misses"
         )
 
-    async def encode_stored(self, chunks: Sequence[ChunkBytes], settle: Settle) -> Sequence[Outcome]:
+    async def encode_stored(
+        self, chunks: Sequence[ChunkBytes], settle: Settle, *, denser: bool = False
+    ) -> Sequence[Outcome]:
         """Encode a batch of chunk objects that are stored as they are. Takes over their leases.
 
-        A ``MISS`` leaves what is stored: it would be hardly smaller.
+        ``denser``: with the denser codec, also encoded ones. A ``MISS`` leaves what is stored: it would be
+        hardly smaller.
         """
+        encode = partial(self._encode_items, denser=denser)
         return await self._run_batch(
-            self._encode_items, chunks, settle, Priority.BACKGROUND, "encoding", "counted as failed"
+            encode, chunks, settle, Priority.BACKGROUND, "encoding", "counted as failed"
         )
 
     async def delete(self, keys: Sequence[ChunkKey], reason: RemovalReason) -> None:
@@ -349,9 +355,9 @@ class Tier(Level):
             self._warn_full("tier %s: its medium has %s; they are dropped", self.name, self._full)
         return outcomes
 
-    async def _encode_items(self, items: Sequence[PutItem]) -> Sequence[Outcome]:
+    async def _encode_items(self, items: Sequence[PutItem], *, denser: bool) -> Sequence[Outcome]:
         assert isinstance(self.seal, EncodedSeal)
-        put = partial(self._seal_and_put, put=self.seal.encode_stored)
+        put = partial(self._seal_and_put, put=partial(self.seal.encode_stored, denser=denser))
         return await self._call(put, items, default=Outcome.FAILED)
 
     async def read_items(self, items: Sequence[GetItem]) -> Sequence[Outcome]:

@@ -16,7 +16,7 @@ from kvtier.memory.keys import ChunkKey
 from kvtier.settings import TierSettings
 from kvtier.testing.faults import WrapperBackend
 from kvtier.tiers.breaker import CircuitBreaker
-from kvtier.tiers.codec import CodecSettings
+from kvtier.tiers.codec import Codec, CodecSettings
 from kvtier.tiers.encoded_seal import Codecs, EncodedSeal, Encoder, Layouts
 from kvtier.tiers.encryption import Keys
 from kvtier.tiers.lossless import LosslessCodec
@@ -128,12 +128,14 @@ class StoredLengths:
 
 
 class EncodedBackend(SealedBackend):
-    """A backend behind a seal with the codec `lossless`."""
+    """A backend behind a seal with the codec `lossless`, or another one."""
 
-    def __init__(self, inner: Backend, catalog: Any, keys: Keys | None = None) -> None:
+    def __init__(
+        self, inner: Backend, catalog: Any, keys: Keys | None = None, codec: type[Codec] = LosslessCodec
+    ) -> None:
         super().__init__(inner)
-        codec = LosslessCodec(CodecSettings(type="lossless"))
-        encoder = Encoder(Codecs(codec, {}), Layouts(), checksum=True, keys=keys)
+        own = codec(CodecSettings(type="lossless"))
+        encoder = Encoder(Codecs(own, {}), Layouts(), checksum=True, keys=keys)
         self.seal = EncodedSeal(inner, Sealer(), encoder, catalog, 1)
 
     async def put(self, items: Sequence[PutItem]) -> Sequence[Outcome]:

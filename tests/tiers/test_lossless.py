@@ -21,7 +21,7 @@ from kvtier.testing.codec import CodecConformance, chunk_of
 from kvtier.testing.faults import WrapperBackend
 from kvtier.tiers.codec import CodecSettings
 from kvtier.tiers.encoded_seal import EncodedSeal
-from kvtier.tiers.lossless import LosslessCodec
+from kvtier.tiers.lossless import DenseCodec, LosslessCodec
 from kvtier.tiers.seal import Seal
 from kvtier.tiers.tier import Tier
 from tests.rigs.chunks import memory, opened
@@ -44,10 +44,14 @@ def lossless() -> LosslessCodec:
     return LosslessCodec(CodecSettings(type="lossless"))
 
 
-def encoded(payload: bytes) -> bytes:
-    chunk = chunk_of(None, len(payload))
-    target = bytearray(lossless().max_encoded_bytes(chunk, None))
-    length = lossless().encode(chunk, None, memoryview(payload), memoryview(target))
+def dense() -> DenseCodec:
+    return DenseCodec(CodecSettings(type="dense"))
+
+
+def encoded(payload: bytes, codec: LosslessCodec | None = None) -> bytes:
+    codec, chunk = codec or lossless(), chunk_of(None, len(payload))
+    target = bytearray(codec.max_encoded_bytes(chunk, None))
+    length = codec.encode(chunk, None, memoryview(payload), memoryview(target))
     return bytes(target[:length])
 
 
@@ -61,21 +65,34 @@ class TestLossless(CodecConformance):
     codec = LosslessCodec
 
 
+class TestDense(CodecConformance):
+    codec = DenseCodec
+
+
 @pytest.mark.parametrize(
-    ("kind", "ratio"), [("bfloat16", 1.4), ("float16", 1.1), ("float32", 1.16), ("float8_e5m2", 1.25)]
+    ("kind", "ratio", "denser"),
+    [
+        ("bfloat16", 1.4, 1.05),
+        ("float16", 1.1, 1.03),
+        ("float32", 1.16, 1.02),
+        ("float8_e5m2", 1.25, 1.08),
+    ],
 )
-def test_values_of_one_scale_become_smaller(kind: str, ratio: float) -> None:
-    assert len(HALVES[kind]) > ratio * len(encoded(HALVES[kind]))
+def test_values_of_one_scale_become_smaller(kind: str, ratio: float, denser: float) -> None:
+    length = len(encoded(HALVES[kind]))
+    assert len(HALVES[kind]) > ratio * length
+    assert length > denser * len(encoded(HALVES[kind], dense()))
 
 
+@pytest.mark.parametrize("codec", [lossless(), dense()])
 @pytest.mark.parametrize("kind", [np.uint8, np.float16, np.float32, np.float64])
 @given(data=st.data())
-def test_any_values_survive(kind: type, data: st.DataObject) -> None:
+def test_any_values_survive(kind: type, codec: LosslessCodec, data: st.DataObject) -> None:
     """Also NaN with any payload, infinities and denormals, in any shape."""
     width = np.dtype(kind).itemsize
     bits = arrays.arrays(f"u{width}", st.integers(0, 3000), elements=data.draw(elements(width)))
     payload = data.draw(bits).tobytes() * data.draw(st.integers(1, 20)) + data.draw(st.binary(max_size=9))
-    assert decoded(encoded(payload), len(payload)) == payload
+    assert decoded(encoded(payload, codec), len(payload)) == payload
 
 
 def elements(width: int) -> st.SearchStrategy[st.SearchStrategy[int]]:
@@ -87,15 +104,16 @@ def elements(width: int) -> st.SearchStrategy[st.SearchStrategy[int]]:
 
 
 @pytest.mark.anyio
+@pytest.mark.parametrize("codec", [LosslessCodec, DenseCodec])
 @pytest.mark.parametrize("at", ["first", "every", "last"])
-async def test_a_damaged_byte_is_a_miss(at: str) -> None:
+async def test_a_damaged_byte_is_a_miss(codec: type[LosslessCodec], at: str) -> None:
     """Wherever it is: in the header, in a table, among codes, escapes or mantissas."""
     payload = HALVES["bfloat16"][:20_000]
     key, view = make_key(1), memoryview(bytearray(object_bytes(len(payload))))
     view[HEADER_BYTES : HEADER_BYTES + len(payload)] = payload
     view[:HEADER_BYTES] = ChunkHeader(key, make_key(0), bytes(32), len(payload)).packed()
     inner, catalog = memory(), StoredLengths()
-    async with opened(EncodedBackend(inner, catalog)) as backend:
+    async with opened(EncodedBackend(inner, catalog, codec=codec)) as backend:
         assert list(await backend.put([(key, view)])) == [Outcome.OK]
         raw = memoryview(bytearray(catalog.stored_length(key, 1, 0)))
         assert list(await inner.get([(key, raw)])) == [Outcome.OK]
