@@ -101,6 +101,7 @@ def compressors(width: int) -> dict[str, Compressor]:
     """Return those that are installed, kvtier's own first, for values of ``width`` bytes."""
     made: dict[str, Callable[[], Compressor]] = {
         "kvtier lossless": lossless,
+        "kvtier dense": lambda: lossless(dense=True),
         "zstd -1": lambda: zstd(1),
         "lz4": lz4,
         "isal -1": isal,
@@ -119,8 +120,8 @@ def compressors(width: int) -> dict[str, Compressor]:
     return found
 
 
-def lossless() -> Compressor:
-    """Return kvtier's codec, with memory that is used again, as a tier has it."""
+def lossless(*, dense: bool = False) -> Compressor:
+    """Return kvtier's codec ``lossless`` or ``dense``, with memory that is used again, as a tier has it."""
     target, result = bytearray(), bytearray()
 
     def encode(payload: bytes) -> memoryview:
@@ -128,7 +129,7 @@ def lossless() -> Compressor:
         if len(result) != len(payload):
             target, result = bytearray(native.core.lossless_bound(len(payload))), bytearray(len(payload))
         view = memoryview(target)
-        return view[: native.core.lossless_encode(payload, view)]
+        return view[: native.core.lossless_encode(payload, view, dense)]
 
     def decode(stored: memoryview) -> bytearray:
         native.core.lossless_decode(stored, memoryview(result))
