@@ -1,4 +1,4 @@
-"""Real engines whose KV is stored by the codec `lossless`: the same tokens."""
+"""Real engines whose KV is stored by the codecs `lossless` and `dense`: the same tokens."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from kvtier.memory.header import IDENTITY, StoredHeader
-from kvtier.tiers.lossless import LosslessCodec
+from kvtier.tiers.lossless import DenseCodec, LosslessCodec
 from kvtier.tiers.lossy import Int8Codec
 from tests.rigs.cache_process import CHUNK, MIB, TIMEOUT_SECONDS, CacheProcess
 from tests.rigs.servers import RedisServer
@@ -33,10 +33,22 @@ DEFAULT = {"llama-float32", "llama-bfloat16"}
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=() if name in DEFAULT else pytest.mark.slow) for name in MODELS]
+    ("name", "codec"),
+    [
+        *[
+            pytest.param(name, LosslessCodec, marks=() if name in DEFAULT else pytest.mark.slow)
+            for name in MODELS
+        ],
+        ("llama-bfloat16", DenseCodec),
+    ],
 )
 def test_from_disk_after_a_restart(
-    name: str, tmp_path: Path, make_cache: MakeCache, start: StartEngine, engines: Engines
+    name: str,
+    codec: type[LosslessCodec],
+    tmp_path: Path,
+    make_cache: MakeCache,
+    start: StartEngine,
+    engines: Engines,
 ) -> None:
     make, arguments = MODELS[name]
     model = make(tmp_path / "model")
@@ -45,14 +57,14 @@ def test_from_disk_after_a_restart(
         for tokens in PROMPTS:
             engine.reset_prefix_cache()
             expected.append(engine.generate(tokens).tokens)
-    cache = make_cache(ssd={"codec": "lossless"}, chunk_tokens="auto").start()
+    cache = make_cache(ssd={"codec": "dense" if codec.dense else "lossless"}, chunk_tokens="auto").start()
     with start(model, cache, **arguments) as engine:
         assert [engine.generate(tokens).tokens for tokens in PROMPTS] == expected
         cache.wait_until_idle()
     cache.stop()
     files = list(cache.disk.rglob("*.kv"))
     headers = [StoredHeader.parse(file.read_bytes()) for file in files]
-    assert LosslessCodec.code in {header.codec for header in headers}
+    assert codec.code in {header.codec for header in headers}
     ratio = sum(header.chunk.payload_bytes for header in headers) / sum(file.stat().st_size for file in files)
     assert ratio > (1.2 if arguments.get("dtype") == "bfloat16" else 1.0)
     cache.start()
