@@ -57,6 +57,7 @@ SUITE = (
     "disaggregated",
 )
 SEPARATE = {
+    "codec_first_tokens": "installs LMCache, and creates a network namespace, as root",
     "codec_links": "creates a network namespace, as root",
     "compare": "installs LMCache",
     "controller_failover": "takes two minutes, and kills what it has started",

@@ -126,19 +126,21 @@ def running(
     parts: Callable[[str, Path], Parts] = lambda name, folder: SYSTEMS[name](folder),
     *,
     layers: int = LAYERS,
+    make: Callable[[Path], None] | None = None,
     engines: int = 1,
     max_tokens: int = MAX_TOKENS,
 ) -> Iterator[list[System]]:
     """Start systems one after another, without those that cannot start. They idle in between.
 
-    ``parts``: of a system, with a folder for its files. ``engines``: replicas of each, which share the cores.
+    ``parts``: of a system, with a folder for its files. ``make``: writes the model, by default one of random
+    weights with ``layers``. ``engines``: replicas of each, which share the cores.
     """
     # By default, the second of two servers is bound to other cores than the first.
     threads = max(1, (os.cpu_count() or 1) // engines)
     os.environ.update(VLLM_CPU_OMP_THREADS_BIND="nobind", OMP_NUM_THREADS=str(threads))
     with tempfile.TemporaryDirectory() as name, ExitStack() as stack:
         folder = Path(name)
-        make_model(folder / "model", layers)
+        (make or partial(make_model, layers=layers))(folder / "model")
         systems = []
         for name in names:
             (folder / name).mkdir()
@@ -188,17 +190,24 @@ def kvtier(
     return Parts(connector, cache.variables, start, persistent=True, log=folder / "cache.log")
 
 
-def lmcache(folder: Path, *, memory: float = HOST_BYTES, disk: str = "l2", quiet: bool = True) -> Parts:
+def lmcache(
+    folder: Path,
+    *,
+    memory: float = HOST_BYTES,
+    disk: str = "l2",
+    adapter: dict[str, Any] | None = None,
+    quiet: bool = True,
+) -> Parts:
     """Run LMCache's server in its own environment, for its connector in vLLM's environment.
 
-    ``disk``: a path below ``folder``, or empty for memory only. ``quiet``: log warnings only, not INFO as by
-    default.
+    ``disk``: a path below ``folder``, or empty for memory only; ``adapter``: instead, what LMCache calls its
+    L2 adapter. ``quiet``: log warnings only, not INFO as by default.
     """
     port, http, prometheus = free_port(), free_port(), free_port()
-    files = []
-    if disk:
+    if disk and adapter is None:
         (folder / disk).mkdir(exist_ok=True)
-        files = ["--l2-adapter", json.dumps({"type": "fs", "base_path": str(folder / disk)})]
+        adapter = {"type": "fs", "base_path": str(folder / disk)}
+    files = ["--l2-adapter", json.dumps(adapter)] if adapter else []
     log = folder / "lmcache.log"
     command = [
         *(str(python().with_name("lmcache")), "server", "--host", "127.0.0.1", "--port", str(port)),

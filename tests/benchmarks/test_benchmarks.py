@@ -52,12 +52,14 @@ OPTIONS = {
     "push": ["--transport", "tcp"],
     "move": ["--transport", "tcp"],
 }
+LINKS = (
+    is_admin() and all(map(shutil.which, ("ip", "tc", "redis-server"))) and find_spec("vllm") is not None,
+    "needs vLLM, ip, tc, redis-server and permission to create a network namespace",
+)
 NEEDS = {
     "compare": (any(LMCACHE.glob("lmcache-*/installed")), "python -m benchmarks.compare installs LMCache"),
-    "codec_links": (
-        is_admin() and all(map(shutil.which, ("ip", "tc", "redis-server"))) and find_spec("vllm") is not None,
-        "needs vLLM, ip, tc, redis-server and permission to create a network namespace",
-    ),
+    "codec_first_tokens": LINKS,
+    "codec_links": LINKS,
     "faults": (may_mount(), "needs /dev/fuse, libfuse 3 and permission to mount"),
     "gpu": (not cuda_problem(), "needs a GPU"),
     "gpu_engine": (not cuda_problem(), "needs a GPU"),
@@ -69,8 +71,8 @@ NEEDS = {
     },
 }
 ENGINES = (
-    *("disaggregated", "engine", "faults", "gpu_engine", "no_hits", "replay_vllm", "serving", "states"),
-    "verify",
+    *("codec_first_tokens", "disaggregated", "engine", "faults", "gpu_engine", "no_hits", "replay_vllm"),
+    *("serving", "states", "verify"),
 )
 SLOW = (
     *ENGINES,
@@ -92,6 +94,7 @@ SLOW = (
 ROWS = {
     "busy": ["first load from disk", "lookup of 32,768 tokens", "retrieve 8 MiB", "loop blocked, wall, p99"],
     "catalog": ["add a chunk", "prefix of 128 chunks", "the 1024 coldest"],
+    "codec_first_tokens": ["kvtier-lossless"],
     "codec_links": ["25 Gb/s, stored", "25 Gb/s, retrieved"],
     "codec_quality": ["identity", "fp8", "int8", "int4"],
     "codecs": ["bfloat16", "float32", "fp8 e5m2"],

@@ -237,10 +237,11 @@ async def test_cold_chunks_of_a_full_disk_become_denser(
 ) -> None:
     """Those that memory holds do not, and none is tried twice, also not after a restart."""
     configured = with_codec(settings, "lossless", ram=16)
-    monkeypatch.setattr(Tier, "is_full", lambda self: True)
     async with TieredCache.open(configured) as cache:
         for seed in range(8):
             await store(cache, prompt(TOKENS, seed))
+        # Not before: encoding needs memory as well, which has room for two prompts.
+        monkeypatch.setattr(Tier, "is_full", lambda self: True)
         [tier] = cache.lower
         await until(lambda: len(tier.densest) >= 6 * TOKENS // 256)
         lengths = {key: cache.catalog.stored_length(key, 1, 0) for key in cache.catalog.keys(1)}
