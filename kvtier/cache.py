@@ -81,6 +81,9 @@ CLOSED = "the cache is closed: use it within the `with` block that opens it"
 ObserveLookup = Callable[[PromptLookup], None]
 """Receives each lookup of a prompt. Called in the event loop; must neither block nor raise."""
 
+ObserveReserved = Callable[[Sequence[Reservation | None]], None]
+"""Receives what was reserved. Called in the event loop; must neither block nor raise."""
+
 ObserveModel = Callable[[str, bytes, ChunkLayout], None]
 """Receives the name, namespace and layout of each model that a program uses."""
 
@@ -163,6 +166,8 @@ class TieredCache:
         self._expiring = 0
         self.observe_lookup: ObserveLookup | None = None
         """Receives every lookup with ``expected`` that is neither local nor repeated."""
+        self.observe_reserved: ObserveReserved | None = None
+        """Receives all chunks that are about to be filled."""
         self.observe_answer_end: Callable[[AnswerEnd], None] | None = None
         """Receives the end of every answer that an engine reports."""
         self.observe_model: ObserveModel | None = None
@@ -413,7 +418,10 @@ class TieredCache:
         all after it. ``declining``, ``again``: see :meth:`StoreStage.reserve_all`.
         """
         self._check_open()
-        return self._storing.reserve_all(headers, hints, declining=declining, again=again)
+        reserved = self._storing.reserve_all(headers, hints, declining=declining, again=again)
+        if self.observe_reserved is not None:
+            self.observe_reserved(reserved)
+        return reserved
 
     @property
     def lacks_room(self) -> bool:

@@ -10,6 +10,9 @@
 Lookups at the peer wait for the announced chunks (``Query.expect_seconds``). READY chunks are leased
 until the peer has them, so that they cannot be evicted before. A chunk that is also in a staging buffer is
 transferred from there if the peer has a staging buffer as well, otherwise through the first tier.
+
+All transfers to one peer share a queue. What becomes READY there together, for several requests, is pushed as
+one batch. Room for it is reserved before, while it is computed, as far as the peer has some to spare.
 """
 
 from __future__ import annotations
@@ -28,20 +31,27 @@ from anyio.abc import TaskGroup
 
 from kvtier.cache import TieredCache
 from kvtier.catalog.catalog import State
+from kvtier.concurrency.tasks import call_later
 from kvtier.errors import ChannelError, PeerError
 from kvtier.events import Observer
 from kvtier.logs import ChangedWarnings
+from kvtier.memory.header import ChunkHeader
 from kvtier.memory.keys import ChunkKey
 from kvtier.memory.slices import Lease
+from kvtier.observability.traces.spans import current, following
 from kvtier.peers.backend import PeersBackend
-from kvtier.peers.protocol import MAX_IN_ONE
-from kvtier.peers.push import Pusher, PushOutcome, PushSource
+from kvtier.peers.protocol import MAX_IN_ONE, MAX_RESERVED, Announced
+from kvtier.peers.push import Pusher, PushOutcome, PushSource, RemoteRoom
+from kvtier.peers.remote_leases import RemoteLease
 from kvtier.peers.source import Source
-from kvtier.peers.staging.push import StagedChunks
+from kvtier.peers.staging.push import StagedChunks, StagingSource
 from kvtier.peers.targets import Targets, UnnamedTarget
+from kvtier.rpc.calls import Call
 from kvtier.settings.peer import split_address
+from kvtier.tiers.host_memory import Reservation
 from kvtier.tiers.level import ChunkBytes
 from kvtier.tiers.planner import FIRST
+from kvtier.tiers.sealer import Sealer
 from kvtier.units import format_size
 
 
@@ -82,7 +92,9 @@ logger = logging.getLogger("kvtier")
 MAX_KV_TRANSFERS = 1024
 """Concurrent transfers."""
 BATCH_BYTES, BATCH_CHUNKS = 32 << 20, 64
-"""Limits of one reservation; it always contains at least one chunk."""
+"""Limits of one batch. Its last chunk may exceed the first one."""
+DECLINED_SECONDS = 1.0
+"""How long nothing is reserved ahead at a peer that had no room to spare."""
 PUSH_SECONDS = 30.0
 """Timeout of one batch."""
 FINISH_SECONDS = 10.0
@@ -111,14 +123,19 @@ class KVTransfer:
         self.pushed_bytes = 0
         self.staging = StagedChunks(self._wants, self._staged)
         """Queued and in-flight chunks that are transferred from a staging buffer."""
-        self._first_tier = _FirstTier(transfers)
+        self.first_tier = _FirstTier(transfers)
         """All others."""
+        self.queue: deque[ChunkKey] = deque()
+        """READY here, waiting to be pushed."""
+        self.coming: dict[ChunkKey, ChunkHeader] = {}
+        """Chunks that are being filled here, until room is reserved for them at the peer."""
+        self.trace = current.get()
         self._transfers = transfers
+        self._pushes: _PushQueue | None = None
+        """While it is connected."""
         self._number = number
         self._scope = CancelScope()
         self._awaited = set(self.keys)
-        self._queue: deque[ChunkKey] = deque()
-        """READY here, waiting to be pushed."""
         self._outcomes: dict[ChunkKey, PushOutcome] = {}
         self._began = time.monotonic()
         self._seconds = 0.0
@@ -174,13 +191,21 @@ class KVTransfer:
         if key not in self._awaited:
             return
         self._awaited.discard(key)
-        self._queue.append(key)
+        self.coming.pop(key, None)
+        self.queue.append(key)
         # At once: the next chunk that is stored might evict it.
         self._source_of(key).lease(key)
-        self._notify()
+        if self._pushes is not None:
+            self._pushes.notify()
+
+    def expect(self, header: ChunkHeader) -> None:
+        """Have room reserved for an awaited chunk. Called by :class:`KVTransfers`."""
+        self.coming[header.key] = header
+        if self._pushes is not None:
+            self._pushes.notify()
 
     def _source_of(self, key: ChunkKey) -> PushSource:
-        return self.staging.source_of(key) or self._first_tier
+        return self.staging.source_of(key) or self.first_tier
 
     def _wants(self, key: ChunkKey) -> bool:
         """Return whether a chunk is still to be pushed, and not READY in the first tier."""
@@ -229,93 +254,71 @@ class KVTransfer:
         target = Pusher(source, self._transfers.sealer)
         left = [key for key in self.keys if key not in self._outcomes]
         try:
-            if not await target.announce(self._number, left):
-                logger.debug("peer %s: announcement rejected, too many chunks announced already", self.to)
-            self.announced.set()
-            await self._pump(target)
+            target.announce(self._number, left, self._settle_announced)
+            self._pushes = self._transfers.join(source, self)
+            while not self._is_over():
+                await self._changed.wait()
         finally:
+            if self._pushes is not None:
+                self._pushes.leave(self)
+                self._pushes = None
             target.withdraw(self._number)
-            self._refused = bool(target.last_error)
             if self.staging.last_error:
                 self._transfers.staging_warnings.note(self.to, self.staging.last_error)
-            self.last_error = self.last_error or target.last_error
         if self._connection_error is not None:
             raise self._connection_error
 
-    async def _pump(self, target: Pusher) -> None:
-        """Push batches concurrently until all chunks have an outcome, one fails, or the connection ends."""
-        async with anyio.create_task_group() as tasks:
-            watching = CancelScope()
-            tasks.start_soon(self._watch, target.source, watching)
-            while not self._is_over():
-                changed = self._changed
-                if not self._queue:
-                    await changed.wait()
-                    continue
-                # Before the batch is chosen: chunks that become READY meanwhile join it.
-                await target.source.pushing.acquire()
-                source, batch = self._next_batch()
-                if batch:
-                    if not self._in_flight:
-                        self._pushing_since = time.monotonic()
-                    self._in_flight += 1
-                    tasks.start_soon(self._push, target, source, batch)
-                else:
-                    target.source.pushing.release()
-            watching.cancel()
-            if self._connection_error is not None:
-                tasks.cancel_scope.cancel()
+    def _settle_announced(self, reply: Announced, _wanted: bool) -> None:
+        if not reply.accepted:
+            logger.debug("peer %s: announcement rejected, too many chunks announced already", self.to)
+        self.announced.set()
 
     def _is_over(self) -> bool:
         if self._connection_error is not None or self._failed:
             return True
-        idle = not self._queue and not self._in_flight
+        idle = not self.queue and not self._in_flight
         return idle and (self._finishing or not self._awaited)
 
-    async def _watch(self, source: Source, scope: CancelScope) -> None:
-        with scope:
-            await source.ended.wait()
-            self._connection_error = self._connection_error or PeerError("the connection was lost")
+    # For its queue.
+
+    def lose(self, error: ChannelError) -> None:
+        """Process that the connection has ended."""
+        self._connection_error = self._connection_error or error
+        self._notify()
+
+    def dequeue(self) -> tuple[ChunkKey, int]:
+        """Remove and lease the first chunk that is queued; return its length, 0 if it is gone."""
+        key = self.queue.popleft()
+        length = self._source_of(key).lease(key, always=True)
+        if not length:
+            self._outcomes[key] = PushOutcome.ABSENT
             self._notify()
+        return key, length
 
-    def _next_batch(self) -> tuple[PushSource, list[ChunkKey]]:
-        """Dequeue the leading chunks that are pushed from the same memory."""
-        source = self._source_of(self._queue[0])
-        batch: list[ChunkKey] = []
-        room = BATCH_BYTES
-        while self._queue and len(batch) < BATCH_CHUNKS and self._source_of(self._queue[0]) is source:
-            length = source.lease(self._queue[0], always=True)
-            room -= length
-            if batch and room < 0:
-                break
-            key = self._queue.popleft()
-            if length:
-                batch.append(key)
-            else:
-                self._outcomes[key] = PushOutcome.ABSENT
-        return source, batch
+    def begin(self) -> None:
+        """Process that a batch with some of its chunks is being pushed."""
+        if not self._in_flight:
+            self._pushing_since = time.monotonic()
+        self._in_flight += 1
 
-    async def _push(self, target: Pusher, source: PushSource, batch: Sequence[ChunkKey]) -> None:
-        """Push one batch. If the connection ends, requeue it for the next one."""
-        outcomes: Sequence[PushOutcome] = ()
-        try:
-            outcomes = await source.push(target, batch, PUSH_SECONDS)
-        except ChannelError as error:
-            self._connection_error = self._connection_error or error
-        finally:
-            target.source.pushing.release()
-            self._in_flight -= 1
-            if not self._in_flight:
-                self._pushing_seconds += time.monotonic() - self._pushing_since
-            self._settle(source, batch, outcomes)
-            self._notify()
+    def settle(
+        self, source: PushSource, keys: Sequence[ChunkKey], outcomes: Sequence[PushOutcome], refusal: str
+    ) -> None:
+        """Process that this batch has ended; without ``outcomes``, with the connection.
 
-    def _settle(self, source: PushSource, batch: Sequence[ChunkKey], outcomes: Sequence[PushOutcome]) -> None:
-        if not outcomes:  # The connection has ended; the next one begins where this one stopped.
-            self._queue.extendleft(reversed(batch))
+        ``refusal``: why the peer rejects this namespace.
+        """
+        self._in_flight -= 1
+        if self.ended.is_set():
+            self._release_unused()
             return
-        retry = []
-        for key, outcome in zip(batch, outcomes, strict=True):
+        if not self._in_flight:
+            self._pushing_seconds += time.monotonic() - self._pushing_since
+        if refusal:
+            self._refused, self.last_error = True, self.last_error or refusal
+        # The next connection begins where this one has stopped.
+        retry = [] if outcomes else list(keys)
+        for key, outcome in zip(keys, outcomes, strict=False):
             length = source.release(key)
             if source.retried and not outcome.at_peer:
                 retry.append(key)
@@ -323,7 +326,10 @@ class KVTransfer:
             self._outcomes[key] = outcome
             self._failed |= not outcome.at_peer
             self.pushed_bytes += length if outcome is PushOutcome.OK else 0
-        self._queue.extendleft(reversed(retry))
+        self.queue.extendleft(reversed(retry))
+        self._notify()
+        if retry and self._pushes is not None:
+            self._pushes.notify()
 
     def _notify(self) -> None:
         changed, self._changed = self._changed, anyio.Event()
@@ -331,15 +337,21 @@ class KVTransfer:
 
     def _end(self) -> None:
         self._seconds = time.monotonic() - self._began
-        self._queue.clear()
+        self.queue.clear()
+        self.coming.clear()
         self._awaited.clear()
         for key in self.keys:
             self._outcomes.setdefault(key, PushOutcome.ABSENT)
-        self._first_tier.close()
-        self.staging.close()
         self._transfers.end(self)
         self.announced.set()
         self.ended.set()
+        self._release_unused()
+
+    def _release_unused(self) -> None:
+        """Release all chunks once none is in flight: a batch with those of other requests goes on."""
+        if not self._in_flight:
+            self.first_tier.close()
+            self.staging.close()
 
 
 class _FirstTier(PushSource):
@@ -364,13 +376,182 @@ class _FirstTier(PushSource):
         self._transfers.release(lease)
         return length
 
-    async def push(self, target: Pusher, keys: Sequence[ChunkKey], seconds: float) -> Sequence[PushOutcome]:
-        return await target.push([ChunkBytes(key, self._leases[key]) for key in keys], seconds)
+    def chunk(self, key: ChunkKey) -> ChunkBytes:
+        """Return a leased chunk."""
+        return ChunkBytes(key, self._leases[key])
 
     def close(self) -> None:
         """Release all chunks."""
         for key in list(self._leases):
             self.release(key)
+
+
+class _Batch(NamedTuple):
+    """Chunks that are pushed together, by transfer."""
+
+    chunks: dict[KVTransfer, list[ChunkKey]]
+    staged: StagingSource | None
+    """The staging buffer that all are in; ``None`` for the first tier."""
+
+
+class _PushQueue:
+    """Pushes the chunks of all transfers to one connected peer, in common batches."""
+
+    def __init__(self, source: Source, sealer: Sealer) -> None:
+        self._source = source
+        self._sealer = sealer
+        self._transfers: dict[KVTransfer, None] = {}
+        self._rooms: dict[ChunkKey, RemoteLease | Call[RemoteRoom]] = {}
+        """Room at the peer for chunks that are not complete here yet, or what reserves it."""
+        self._declined_until = 0.0
+        self._changed = anyio.Event()
+
+    def join(self, transfer: KVTransfer) -> None:
+        """Push what this transfer has queued, until :meth:`leave`."""
+        self._transfers[transfer] = None
+        self.notify()
+
+    def leave(self, transfer: KVTransfer) -> None:
+        """Undo :meth:`join`. What is in flight goes on if it is for others, too. Idempotent."""
+        self._transfers.pop(transfer, None)
+        self._release(transfer.keys)
+        self.notify()
+
+    def notify(self) -> None:
+        """Process that chunks are queued or coming, or that a transfer has left."""
+        changed, self._changed = self._changed, anyio.Event()
+        changed.set()
+
+    async def run(self) -> None:
+        """Push until no transfer is left, or the connection ends."""
+        while self._transfers:
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(self._watch)
+                while self._transfers:
+                    changed = self._changed
+                    self._reserve_ahead()
+                    if not any(transfer.queue for transfer in self._transfers):
+                        await changed.wait()
+                        continue
+                    # Before the batch is chosen: chunks that become READY meanwhile join it.
+                    await self._source.pushing.acquire()
+                    batch = self._next_batch()
+                    for transfer in batch.chunks:
+                        transfer.begin()
+                    if batch.chunks:
+                        tasks.start_soon(self._push, batch)
+                    else:
+                        self._source.pushing.release()
+                tasks.cancel_scope.cancel()
+
+    async def _watch(self) -> None:
+        await self._source.ended.wait()
+        self._lose(PeerError("the connection was lost"))
+
+    def _lose(self, error: ChannelError) -> None:
+        """Have the transfers reconnect."""
+        transfers, self._transfers = self._transfers, {}
+        for transfer in transfers:
+            transfer.lose(error)
+        self.notify()
+
+    def _reserve_ahead(self) -> None:
+        """Reserve room for what is being computed, of all transfers, with one message per namespace."""
+        headers: dict[bytes, dict[ChunkKey, ChunkHeader]] = {}
+        declined = time.monotonic() < self._declined_until
+        for transfer in self._transfers:
+            for key, header in transfer.coming.items():
+                # What is also copied to a staging buffer is pushed from there.
+                if key not in self._rooms and not declined and not transfer.staging.filling:
+                    headers.setdefault(header.namespace, {})[key] = header
+            transfer.coming.clear()
+        try:
+            for group in headers.values():
+                for start in range(0, len(group), MAX_RESERVED):
+                    self._reserve(list(group.values())[start : start + MAX_RESERVED])
+        except ChannelError as error:
+            self._lose(error)
+
+    def _reserve(self, headers: Sequence[ChunkHeader]) -> None:
+        keys = [header.key for header in headers]
+
+        def settle(room: RemoteRoom) -> None:
+            if len(room.leases) + len(room.held) + len(room.pending) < len(keys):
+                self._declined_until = time.monotonic() + DECLINED_SECONDS
+            for at, key in enumerate(keys):
+                lease = room.leases.get(at)
+                wanted = self._rooms.get(key) is call
+                if wanted:
+                    del self._rooms[key]
+                if wanted and lease is not None:
+                    self._rooms[key] = lease
+                elif lease is not None:
+                    self._source.release([lease])
+            ends = max((lease.ends for lease in room.leases.values()), default=0.0)
+            if ends:
+                # If the peer cannot reject a late write, the memory waits for its release.
+                call_later(max(ends - time.monotonic(), 0.0), partial(self._release, keys))
+
+        call = Pusher(self._source, self._sealer).reserve_ahead(headers, settle)
+        self._rooms.update(dict.fromkeys(keys, call))
+
+    def _release(self, keys: Iterable[ChunkKey]) -> None:
+        """Give back the room for chunks that do not come, or not in time."""
+        rooms = [self._rooms.pop(key, None) for key in keys] if self._rooms else ()
+        self._source.release([room for room in rooms if isinstance(room, RemoteLease)])
+
+    async def _take_rooms(self, keys: Sequence[ChunkKey]) -> dict[int, RemoteLease]:
+        """Return what is reserved for chunks, by index."""
+        for key in keys:
+            call = self._rooms.get(key)
+            if isinstance(call, Call):
+                await call.wait()
+        rooms = {at: room for at, key in enumerate(keys) if (room := self._rooms.pop(key, None))}
+        return {at: room for at, room in rooms.items() if isinstance(room, RemoteLease)}
+
+    def _next_batch(self) -> _Batch:
+        """Dequeue chunks of all transfers: from the first tier, or the leading ones in a staging buffer."""
+        batch = _Batch({}, None)
+        room, count = BATCH_BYTES, 0
+        for transfer in self._transfers:
+            while transfer.queue and count < BATCH_CHUNKS:
+                staged = transfer.staging.source_of(transfer.queue[0])
+                if not count:
+                    batch = _Batch(batch.chunks, staged)
+                elif staged is not batch.staged or room <= 0:
+                    return batch
+                key, length = transfer.dequeue()
+                if length:
+                    batch.chunks.setdefault(transfer, []).append(key)
+                    room -= length
+                    count += 1
+        return batch
+
+    async def _push(self, batch: _Batch) -> None:
+        """Push one batch. If the connection ends, requeue it for the next one."""
+        target = Pusher(self._source, self._sealer)
+        keys = [key for keys in batch.chunks.values() for key in keys]
+        outcomes: Sequence[PushOutcome] = ()
+        try:
+            with following(next(iter(batch.chunks)).trace):
+                if batch.staged is not None:
+                    outcomes = await batch.staged.push(target, keys, PUSH_SECONDS)
+                else:
+                    rooms = await self._take_rooms(keys)
+                    chunks = [
+                        transfer.first_tier.chunk(key)
+                        for transfer, own in batch.chunks.items()
+                        for key in own
+                    ]
+                    outcomes = await target.push(chunks, PUSH_SECONDS, rooms)
+        except ChannelError as error:
+            self._lose(error)
+        finally:
+            self._source.pushing.release()
+            left = iter(outcomes)
+            for transfer, own in batch.chunks.items():
+                source = batch.staged or transfer.first_tier
+                transfer.settle(source, own, list(itertools.islice(left, len(own))), target.last_error)
 
 
 class KVTransfers(Observer):
@@ -390,6 +571,7 @@ class KVTransfers(Observer):
         self._numbers = itertools.count(1)
         self._open: set[KVTransfer] = set()
         self._awaiting: dict[ChunkKey, set[KVTransfer]] = {}
+        self._queues: dict[Source, _PushQueue] = {}
         self._counts: Counter[str] = Counter()
         self._pushed_bytes = 0
         self._pushing_seconds = 0.0
@@ -397,6 +579,7 @@ class KVTransfers(Observer):
             "KV transfers to %s use the first tier instead of staging buffers: %s"
         )
         cache.add_observer(self)
+        cache.observe_reserved = self.reserved
 
     def begin(self, to: str, keys: Sequence[ChunkKey], *, hinted: bool = False) -> KVTransfer:
         """Start pushing the chunks of a prompt, in prefix order, to the peer at ``HOST:PORT``.
@@ -458,9 +641,31 @@ class KVTransfers(Observer):
                 self.stop_awaiting(key, transfer)
                 transfer.ready(key)
 
+    def reserved(self, reservations: Sequence[Reservation | None]) -> None:
+        """Have room reserved at the peers for chunks that are about to be filled here."""
+        for reservation in filter(None, reservations if self._awaiting else ()):
+            for transfer in self._awaiting.get(reservation.key, ()):
+                transfer.expect(reservation.header)
+
+    def join(self, source: Source, transfer: KVTransfer) -> _PushQueue:
+        """Push the chunks of a transfer over a connection, together with those of the others."""
+        queue = self._queues.get(source)
+        if queue is None:
+            queue = self._queues[source] = _PushQueue(source, self.sealer)
+            self._tasks.start_soon(self._run, source, queue)
+        queue.join(transfer)
+        return queue
+
+    async def _run(self, source: Source, queue: _PushQueue) -> None:
+        try:
+            await queue.run()
+        finally:
+            del self._queues[source]
+
     def close(self) -> None:
         """Stop observing the cache. The caller ends the tasks."""
         self._cache.remove_observer(self)
+        self._cache.observe_reserved = None
 
     def status(self) -> dict[str, object]:
         """Return counters and gauges."""

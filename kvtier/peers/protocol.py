@@ -19,13 +19,12 @@ Message sequence::
       ◄──────────────────────── Announced
       Stage(namespace) ───────────────────►      only for KV transfers between staging buffers
       ◄─────────────── Staged(endpoints)
-      Reserve(keys, lengths) ─────────────►      reserve room in the first tier or staging buffer
-      ◄─────────── Reserved(grant, offsets)      immediately; these spans may be written
+      Reserve(keys, lengths) ─────────────►      reserve room in the first tier or staging buffer, for
+      ◄─────────── Reserved(grant, offsets)      chunks of any prompts; these spans may be written
                  the transport writes
       Commit(grant, chunks, checksums) ───►      they are written
       ◄────────────────── Committed(valid)       which match their checksums and are served now
       Withdraw(number) ───────────────────►      no more chunks of that prompt will be pushed
-      ◄──────────────────────── Withdrawn
       Ping ───────────────────────────────►      keep-alive on an idle connection
       ◄───────────────────────────── Pong
 
@@ -56,7 +55,7 @@ import msgspec
 
 from kvtier.rpc.frames import Message, Ping, Pong, Refused, Reply, Request, decoder
 
-VERSION = 6
+VERSION = 7
 MAX_IN_ONE = 32_768
 """Maximum chunks of one :class:`Announce`: 1 MiB of keys."""
 MAX_RESERVED = 128
@@ -166,14 +165,10 @@ class Announced(Reply, frozen=True, array_like=True, tag=19):
     accepted: bool
 
 
-class Withdraw(Request, frozen=True, array_like=True, tag=20):
-    """End an announcement. Unknown numbers are ignored."""
+class Withdraw(Message, frozen=True, array_like=True, tag=20):
+    """End an announcement. Unknown numbers are ignored. There is no response."""
 
     number: int
-
-
-class Withdrawn(Reply, frozen=True, array_like=True, tag=21):
-    """Response to :class:`Withdraw`."""
 
 
 class Reserve(Request, frozen=True, array_like=True, tag=22):
@@ -193,6 +188,8 @@ class Reserve(Request, frozen=True, array_like=True, tag=22):
     """Those of each chunk, if any has some: see :func:`kvtier.memory.keys.block_hashes`."""
     tokens: list[int] = msgspec.field(default_factory=list)
     """The number of tokens of each chunk, if any is known."""
+    ahead: bool = False
+    """Whether the chunks are still being computed, and may never come: nothing is evicted for them."""
 
 
 class Reserved(Reply, frozen=True, array_like=True, tag=23):
@@ -249,9 +246,7 @@ class Staged(Reply, frozen=True, array_like=True, tag=27):
 
 ClientRequest = Lookup | Await | Release | Contains | Announce | Withdraw | Reserve | Commit | Stage
 FromClient = Hello | ClientRequest | Refused | Ping
-ServerReply = (
-    Granted | Readable | Released | Contained | Announced | Withdrawn | Reserved | Committed | Staged
-)
+ServerReply = Granted | Readable | Released | Contained | Announced | Reserved | Committed | Staged
 FromServer = Welcome | ServerReply | Refused | Pong
 
 decode_from_client: Callable[[bytes], FromClient] = decoder(FromClient, "a client message")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from enum import Enum
 from functools import partial
@@ -27,10 +27,10 @@ from kvtier.peers.protocol import (
     Reserve,
     Reserved,
     Withdraw,
-    Withdrawn,
 )
 from kvtier.peers.remote_leases import RemoteLease, leases_of, usable_seconds
 from kvtier.peers.source import Source, expect_length
+from kvtier.rpc.calls import Call
 from kvtier.tiers.level import ChunkBytes
 from kvtier.tiers.sealer import Sealer
 
@@ -88,26 +88,27 @@ class Pusher:
         self.last_error = ""
         """Why the peer rejects the chunks, in its own words; empty if it does not."""
 
-    async def announce(self, number: int, keys: Sequence[ChunkKey]) -> bool:
-        """Announce chunks, so that the peer's lookups wait for them. Return whether they do."""
+    def announce(
+        self, number: int, keys: Sequence[ChunkKey], settle: Callable[[Announced, bool], None]
+    ) -> None:
+        """Announce chunks, so that the peer's lookups wait for them. ``settle`` gets the response."""
         request = partial(Announce, number=number, keys=join_keys(keys))
-        return await self.source.endpoint.call(
-            request, Announced, lambda reply, _wanted: reply.accepted
-        ).reply()
+        self.source.endpoint.call(request, Announced, settle)
 
     def withdraw(self, number: int) -> None:
-        """End an announcement without waiting for the response. Raises nothing."""
+        """End an announcement. Raises nothing."""
         with suppress(ChannelError):
-            self.source.endpoint.call(
-                partial(Withdraw, number=number), Withdrawn, lambda _reply, _wanted: None
-            )
+            self.source.endpoint.send(Withdraw(number))
 
-    async def push(self, chunks: Sequence[ChunkBytes], seconds: float) -> list[PushOutcome]:
-        """Push chunk objects of one namespace within ``seconds``, and return their outcomes in order.
+    async def push(
+        self, chunks: Sequence[ChunkBytes], seconds: float, rooms: Mapping[int, RemoteLease] | None = None
+    ) -> list[PushOutcome]:
+        """Push chunk objects within ``seconds``, and return their outcomes in order.
 
-        The leases stay with the caller. At most :data:`~kvtier.peers.protocol.MAX_RESERVED` at once.
+        ``rooms``: the room that is reserved already, by the index of its chunk. The leases of the chunks stay
+        with the caller. At most :data:`~kvtier.peers.protocol.MAX_RESERVED` at once.
         """
-        return await _Push(self, chunks).run(seconds)
+        return await _Push(self, chunks).run(seconds, rooms or {})
 
     def headers(self, chunks: Sequence[ChunkBytes]) -> list[Sealed | None]:
         """Return the headers, and known checksums; ``None`` for corrupt or empty chunks."""
@@ -142,15 +143,39 @@ class Pusher:
         With ``staging``, in the staging buffers of that number: each rank has one of ``shares`` equal parts
         of the payloads.
         """
-        sent_at = time.monotonic()
 
         def give_back(room: RemoteRoom) -> None:
             self.source.release(room.leases.values())
 
-        def settle(reserved: Reserved, wanted: bool) -> RemoteRoom:
-            room = _room_of(reserved, headers, sent_at, shares)
+        def settle(room: RemoteRoom, wanted: bool) -> None:
             if not wanted:
                 give_back(room)
+
+        return await self._call(headers, settle, staging=staging, shares=shares).reply(give_back)
+
+    def reserve_ahead(
+        self, headers: Sequence[ChunkHeader], settle: Callable[[RemoteRoom], None]
+    ) -> Call[RemoteRoom]:
+        """Reserve room for chunks of one namespace that are being computed: without evicting others.
+
+        ``settle`` gets the room, and owns its leases.
+        """
+        return self._call(headers, lambda room, _wanted: settle(room), ahead=True)
+
+    def _call(
+        self,
+        headers: Sequence[ChunkHeader],
+        settle: Callable[[RemoteRoom, bool], None],
+        *,
+        staging: int = 0,
+        shares: int = 1,
+        ahead: bool = False,
+    ) -> Call[RemoteRoom]:
+        sent_at = time.monotonic()
+
+        def settle_valid(reserved: Reserved, wanted: bool) -> RemoteRoom:
+            room = _room_of(reserved, headers, sent_at, shares)
+            settle(room, wanted)
             return room
 
         request = partial(
@@ -162,21 +187,34 @@ class Pusher:
             block_hashes=[header.block_hashes for header in headers],
             tokens=[header.tokens for header in headers],
             staging=staging,
+            ahead=ahead,
         )
-        return await self.source.endpoint.call(request, Reserved, settle).reply(give_back)
+        return self.source.endpoint.call(request, Reserved, settle_valid)
 
     async def commit(self, leases: Sequence[RemoteLease], checksums: Sequence[bytes]) -> list[bool]:
-        """Commit written chunks of one grant. Return which of them the peer serves now."""
-        request = partial(
-            Commit,
-            grant=leases[0].grant,
-            chunks=[lease.number for lease in leases],
-            checksums=b"".join(checksums),
-            trace=current.get(),
-        )
-        return await self.source.endpoint.call(
-            request, Committed, lambda committed, _wanted: expect_length(committed.valid, len(leases))
-        ).reply()
+        """Commit written chunks, with one message per grant. Return which the peer serves now."""
+        grants: dict[int, list[int]] = {}
+        for at, lease in enumerate(leases):
+            grants.setdefault(lease.grant, []).append(at)
+        calls = [
+            self.source.endpoint.call(
+                partial(
+                    Commit,
+                    grant=grant,
+                    chunks=[leases[at].number for at in group],
+                    checksums=b"".join([checksums[at] for at in group]),
+                    trace=current.get(),
+                ),
+                Committed,
+                partial(_valid_of, len(group)),
+            )
+            for grant, group in grants.items()
+        ]
+        valid = [False] * len(leases)
+        for group, call in zip(grants.values(), calls, strict=True):
+            for at, ok in zip(group, await call.reply(), strict=True):
+                valid[at] = ok
+        return valid
 
 
 class PushSource(ABC):
@@ -199,10 +237,6 @@ class PushSource(ABC):
     def release(self, key: ChunkKey) -> int:
         """Release a leased chunk, and return its length."""
 
-    @abstractmethod
-    async def push(self, target: Pusher, keys: Sequence[ChunkKey], seconds: float) -> Sequence[PushOutcome]:
-        """Push leased chunks within ``seconds``, and return the outcomes in order. Raises like ``target``."""
-
 
 class _Push:
     """The push of one batch."""
@@ -215,20 +249,18 @@ class _Push:
         """Chunks without a final outcome, by index."""
         self._attempts = [0] * len(chunks)
 
-    async def run(self, seconds: float) -> list[PushOutcome]:
+    async def run(self, seconds: float, rooms: Mapping[int, RemoteLease]) -> list[PushOutcome]:
         """See :meth:`Pusher.push`."""
         with anyio.move_on_after(seconds):
             sealed = self._target.headers(self._chunks)
-            namespace = next((chunk[0].namespace for chunk in sealed if chunk is not None), b"")
-            self._sealed = {
-                index: chunk
-                for index, chunk in enumerate(sealed)
-                if chunk is not None and chunk[0].namespace == namespace
-            }
+            self._sealed = {index: chunk for index, chunk in enumerate(sealed) if chunk is not None}
+            usable = {index: lease for index, lease in rooms.items() if self._fits(index, lease)}
+            self._target.source.release([lease for index, lease in rooms.items() if index not in usable])
             backoff, full_since = Backoff(MIN_PAUSE_SECONDS, MAX_PAUSE_SECONDS), anyio.current_time()
             while self._sealed:
                 before = len(self._sealed)
-                room = await self._reserve()
+                room = await self._reserve(usable)
+                usable = {}
                 if room.leases or room.pending or len(self._sealed) < before:
                     full_since = anyio.current_time()
                 if len(self._sealed) < before:
@@ -239,20 +271,31 @@ class _Push:
                 await anyio.sleep(backoff.next())
         return self._outcomes
 
-    async def _reserve(self) -> RemoteRoom:
-        """Reserve room for the remaining chunks, and write as many as fit."""
-        left = list(self._sealed)
-        room = await self._target.reserve([self._sealed[index][0] for index in left])
+    def _fits(self, index: int, lease: RemoteLease) -> bool:
+        return index in self._sealed and lease.length == self._sealed[index][0].payload_bytes
+
+    async def _reserve(self, reserved: Mapping[int, RemoteLease]) -> RemoteRoom:
+        """Reserve room for those of one namespace that have none, and write as many as fit."""
+        room, rest = RemoteRoom({}, [], [], ""), [index for index in self._sealed if index not in reserved]
+        left = [at for at in rest if self._sealed[at][0].namespace == self._sealed[rest[0]][0].namespace]
+        unused = reserved
+        try:
+            if left:
+                room = await self._target.reserve([self._sealed[index][0] for index in left])
+            if not room.refusal:
+                unused = {}
+        finally:
+            self._target.source.release(unused.values())
         if room.refusal:
             self._target.last_error = room.refusal
             self._settle(left, PushOutcome.FAILED)
             return room
         self._settle([left[at] for at in room.held], PushOutcome.HELD)
-        if room.leases:
-            await self._fill({left[at]: lease for at, lease in room.leases.items()})
+        if leases := {**reserved, **{left[at]: lease for at, lease in room.leases.items()}}:
+            await self._fill(leases)
         elif not room.held:
             # The outcome unless there is room before FULL_SECONDS have passed.
-            for index in self._sealed:
+            for index in left:
                 self._outcomes[index] = PushOutcome.FULL
         return room
 
@@ -299,6 +342,10 @@ class _Push:
         for index in indexes:
             self._outcomes[index] = outcome
             del self._sealed[index]
+
+
+def _valid_of(count: int, committed: Committed, _wanted: bool) -> list[bool]:
+    return expect_length(committed.valid, count)
 
 
 def _room_of(reserved: Reserved, headers: Sequence[ChunkHeader], sent_at: float, shares: int) -> RemoteRoom:

@@ -60,7 +60,7 @@ class Session:
         """Answer until the connection ends, and return why. The caller closes it."""
         try:
             async with anyio.create_task_group() as self._tasks:
-                error = await self._endpoint.run(self._respond, refuses=False)
+                error = await self._endpoint.run(self._respond, at_once=self._respond_at_once, refuses=False)
                 self._tasks.cancel_scope.cancel()
         finally:
             # Also if cancelled: a peer that may still write is cut off before its memory is used again.
@@ -69,28 +69,21 @@ class Session:
             await self._endpoint.refuse(error)
         return error
 
-    async def _respond(self, message: protocol.FromClient) -> None:
+    def _respond_at_once(self, message: protocol.FromClient) -> bool:
+        """Answer a message. Return ``True`` if that must be left to :meth:`_respond`."""
         self._counts[type(message).__name__] += 1
         match message:
-            case protocol.Lookup():
-                await self._look_up(message)
             case protocol.Await():
                 self._accept_await(message)
             case protocol.Release():
                 self._check_numbers(message.grant, message.chunks)
                 valid = self._reservations.release(self, message.grant, message.chunks)
                 self._endpoint.send(protocol.Released(message.ticket, valid))
-            case protocol.Contains():
-                # It may yield, and answers to earlier requests must not wait for that.
-                self._endpoint.uncork()
-                held = await self._lookup.held(split_keys(message.keys))
-                self._endpoint.send(protocol.Contained(message.ticket, held))
             case protocol.Announce():
                 accepted = self._reservations.announce(self, message)
                 self._endpoint.send(protocol.Announced(message.ticket, accepted))
             case protocol.Withdraw():
                 self._reservations.withdraw(self, message.number)
-                self._endpoint.send(protocol.Withdrawn(message.ticket))
             case protocol.Reserve():
                 if self._grants.count(self) >= MAX_GRANTS:
                     raise ProtocolError(f"the client has {MAX_GRANTS:,} grants, the limit, and requests more")
@@ -98,12 +91,31 @@ class Session:
             case protocol.Commit():
                 self._check_numbers(message.grant, message.chunks)
                 self._reservations.check(message)
+                try:
+                    self._commits.acquire_nowait()
+                except anyio.WouldBlock:
+                    return True
+                self._tasks.start_soon(self._commit, message)
+            case protocol.Stage():
+                self._endpoint.send(self._reservations.stage(message))
+            case _:
+                return True
+        return False
+
+    async def _respond(self, message: protocol.FromClient) -> None:
+        match message:
+            case protocol.Lookup():
+                await self._look_up(message)
+            case protocol.Contains():
+                # It may yield, and answers to earlier requests must not wait for that.
+                self._endpoint.uncork()
+                held = await self._lookup.held(split_keys(message.keys))
+                self._endpoint.send(protocol.Contained(message.ticket, held))
+            case protocol.Commit():
                 self._endpoint.uncork()
                 # Waiting here stops the connection's requests: a flood of commits holds no further memory.
                 await self._commits.acquire()
                 self._tasks.start_soon(self._commit, message)
-            case protocol.Stage():
-                self._endpoint.send(self._reservations.stage(message))
             case _:
                 raise ProtocolError(f"unexpected {type(message).__name__}")
 

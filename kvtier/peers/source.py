@@ -117,7 +117,7 @@ class Source:
             async with anyio.create_task_group() as tasks:
                 tasks.start_soon(self._send_releases)
                 tasks.start_soon(self._run_keep_alive)
-                cause = await self.endpoint.run()
+                cause = await self.endpoint.run(at_once=lambda _message: True)
                 tasks.cancel_scope.cancel()
         finally:
             self.ended.set()

@@ -90,6 +90,13 @@ class HostMemory(Level):
         self._places = array("i")
         self.arena.close()
 
+    @property
+    def free_bytes(self) -> int:
+        """Bytes that can be allocated without evicting anything: now, or later in the background."""
+        assert self._local is not None
+        limit = int(self.arena.capacity * self._local.high_watermark)
+        return limit - max(self.arena.used, self.used_bytes)
+
     # Chunks on their way in.
 
     def state(self, key: ChunkKey) -> State:

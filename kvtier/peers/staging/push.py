@@ -64,9 +64,9 @@ class StagedChunks:
         self._staged = staged
         self.refused_until = 0.0
         """Until when nothing is staged, on the clock of :func:`time.monotonic`."""
-        self._sources: dict[Staging, _StagingSource] = {}
+        self._sources: dict[Staging, StagingSource] = {}
 
-    def source_of(self, key: ChunkKey) -> PushSource | None:
+    def source_of(self, key: ChunkKey) -> StagingSource | None:
         """Return the buffers here that a chunk is complete in; ``None`` if there are none."""
         return next((source for source in self._sources.values() if key in source.chunks), None)
 
@@ -83,7 +83,7 @@ class StagedChunks:
         if not self._stages(chunk.key):
             chunk.lease.release()
             return
-        source = self._sources.setdefault(chunk.staging, _StagingSource(self, chunk.staging))
+        source = self._sources.setdefault(chunk.staging, StagingSource(self, chunk.staging))
         source.chunks[chunk.key] = chunk
         self._staged(chunk.key)
 
@@ -99,7 +99,7 @@ class StagedChunks:
         self._sources.clear()
 
 
-class _StagingSource(PushSource):
+class StagingSource(PushSource):
     """The staging buffers of an engine here, with the chunks of one KV transfer that are complete in them."""
 
     retried = True
@@ -110,14 +110,17 @@ class _StagingSource(PushSource):
         self._staging = staging
 
     def lease(self, key: ChunkKey, *, always: bool = False) -> int:
+        """See :meth:`PushSource.lease`."""
         return self.chunks[key].header.payload_bytes
 
     def release(self, key: ChunkKey) -> int:
+        """See :meth:`PushSource.release`."""
         chunk = self.chunks.pop(key)
         chunk.lease.release()
         return chunk.header.payload_bytes
 
     async def push(self, target: Pusher, keys: Sequence[ChunkKey], seconds: float) -> Sequence[PushOutcome]:
+        """Push leased chunks within ``seconds``, and return the outcomes in order. Raises like ``target``."""
         staging = self._staging
         chunks = [self.chunks[key] for key in keys]
         outcomes = [PushOutcome.FAILED] * len(chunks)
