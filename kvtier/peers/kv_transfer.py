@@ -21,7 +21,7 @@ import itertools
 import logging
 import time
 from collections import Counter, deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -41,12 +41,11 @@ from kvtier.memory.slices import Lease
 from kvtier.observability.traces.spans import current, following
 from kvtier.peers.backend import PeersBackend
 from kvtier.peers.protocol import MAX_IN_ONE, MAX_RESERVED, Announced
-from kvtier.peers.push import Pusher, PushOutcome, PushSource, RemoteRoom
-from kvtier.peers.remote_leases import RemoteLease
+from kvtier.peers.push import Pusher, PushOutcome, PushSource
+from kvtier.peers.remote_leases import RemoteLease, RemoteLeases
 from kvtier.peers.source import Source
 from kvtier.peers.staging.push import StagedChunks, StagingSource
 from kvtier.peers.targets import Targets, UnnamedTarget
-from kvtier.rpc.calls import Call
 from kvtier.settings.peer import split_address
 from kvtier.tiers.host_memory import Reservation
 from kvtier.tiers.level import ChunkBytes
@@ -127,8 +126,6 @@ class KVTransfer:
         """All others."""
         self.queue: deque[ChunkKey] = deque()
         """READY here, waiting to be pushed."""
-        self.coming: dict[ChunkKey, ChunkHeader] = {}
-        """Chunks that are being filled here, until room is reserved for them at the peer."""
         self.trace = current.get()
         self._transfers = transfers
         self._pushes: _PushQueue | None = None
@@ -136,6 +133,7 @@ class KVTransfer:
         self._number = number
         self._scope = CancelScope()
         self._awaited = set(self.keys)
+        self._coming: dict[ChunkKey, ChunkHeader] = {}
         self._outcomes: dict[ChunkKey, PushOutcome] = {}
         self._began = time.monotonic()
         self._seconds = 0.0
@@ -191,7 +189,7 @@ class KVTransfer:
         if key not in self._awaited:
             return
         self._awaited.discard(key)
-        self.coming.pop(key, None)
+        self._coming.pop(key, None)
         self.queue.append(key)
         # At once: the next chunk that is stored might evict it.
         self._source_of(key).lease(key)
@@ -200,7 +198,7 @@ class KVTransfer:
 
     def expect(self, header: ChunkHeader) -> None:
         """Have room reserved for an awaited chunk. Called by :class:`KVTransfers`."""
-        self.coming[header.key] = header
+        self._coming[header.key] = header
         if self._pushes is not None:
             self._pushes.notify()
 
@@ -295,6 +293,11 @@ class KVTransfer:
             self._notify()
         return key, length
 
+    def take_coming(self) -> Iterable[ChunkHeader]:
+        """Remove and return the chunks that are being filled here, to be pushed from the first tier."""
+        coming, self._coming = self._coming, {}
+        return () if self.staging.filling else coming.values()
+
     def begin(self) -> None:
         """Process that a batch with some of its chunks is being pushed."""
         if not self._in_flight:
@@ -338,7 +341,6 @@ class KVTransfer:
     def _end(self) -> None:
         self._seconds = time.monotonic() - self._began
         self.queue.clear()
-        self.coming.clear()
         self._awaited.clear()
         for key in self.keys:
             self._outcomes.setdefault(key, PushOutcome.ABSENT)
@@ -386,14 +388,6 @@ class _FirstTier(PushSource):
             self.release(key)
 
 
-class _Batch(NamedTuple):
-    """Chunks that are pushed together, by transfer."""
-
-    chunks: dict[KVTransfer, list[ChunkKey]]
-    staged: StagingSource | None
-    """The staging buffer that all are in; ``None`` for the first tier."""
-
-
 class _PushQueue:
     """Pushes the chunks of all transfers to one connected peer, in common batches."""
 
@@ -401,8 +395,11 @@ class _PushQueue:
         self._source = source
         self._sealer = sealer
         self._transfers: dict[KVTransfer, None] = {}
-        self._rooms: dict[ChunkKey, RemoteLease | Call[RemoteRoom]] = {}
-        """Room at the peer for chunks that are not complete here yet, or what reserves it."""
+        self._in_flight: dict[CancelScope, Iterable[KVTransfer]] = {}
+        self._rooms = RemoteLeases(source.release)
+        """Room at the peer for chunks that are not complete here yet."""
+        self._reserving: dict[ChunkKey, anyio.Event] = {}
+        """Chunks for which such room is being requested; the event is set when there is a response."""
         self._declined_until = 0.0
         self._changed = anyio.Event()
 
@@ -412,146 +409,133 @@ class _PushQueue:
         self.notify()
 
     def leave(self, transfer: KVTransfer) -> None:
-        """Undo :meth:`join`. What is in flight goes on if it is for others, too. Idempotent."""
+        """Undo :meth:`join`. What is in flight goes on if it is for others, too."""
         self._transfers.pop(transfer, None)
-        self._release(transfer.keys)
-        self.notify()
+        for scope, transfers in self._in_flight.items():
+            if not any(other in self._transfers for other in transfers):
+                scope.cancel()
+        for key in transfer.keys if self._reserving else ():
+            self._reserving.pop(key, None)
+        self._rooms.drop(transfer.keys)
 
     def notify(self) -> None:
-        """Process that chunks are queued or coming, or that a transfer has left."""
+        """Process that chunks are queued or coming."""
         changed, self._changed = self._changed, anyio.Event()
         changed.set()
 
     async def run(self) -> None:
-        """Push until no transfer is left, or the connection ends."""
-        while self._transfers:
-            async with anyio.create_task_group() as tasks:
-                tasks.start_soon(self._watch)
-                while self._transfers:
-                    changed = self._changed
-                    self._reserve_ahead()
-                    if not any(transfer.queue for transfer in self._transfers):
-                        await changed.wait()
-                        continue
-                    # Before the batch is chosen: chunks that become READY meanwhile join it.
-                    await self._source.pushing.acquire()
-                    batch = self._next_batch()
-                    for transfer in batch.chunks:
-                        transfer.begin()
-                    if batch.chunks:
-                        tasks.start_soon(self._push, batch)
-                    else:
-                        self._source.pushing.release()
-                tasks.cancel_scope.cancel()
+        """Push until the connection ends."""
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(self._watch)
+            while not self._source.ended.is_set():
+                changed = self._changed
+                self._reserve_ahead(tasks)
+                if not any(transfer.queue for transfer in self._transfers):
+                    await changed.wait()
+                    continue
+                # Before the batch is chosen: chunks that become READY meanwhile join it.
+                await self._source.pushing.acquire()
+                staged, batch = self._next_batch()
+                for transfer in batch:
+                    transfer.begin()
+                if batch:
+                    tasks.start_soon(self._push, staged, batch)
+                else:
+                    self._source.pushing.release()
 
     async def _watch(self) -> None:
         await self._source.ended.wait()
         self._lose(PeerError("the connection was lost"))
+        self.notify()
 
     def _lose(self, error: ChannelError) -> None:
         """Have the transfers reconnect."""
         transfers, self._transfers = self._transfers, {}
         for transfer in transfers:
             transfer.lose(error)
-        self.notify()
 
-    def _reserve_ahead(self) -> None:
-        """Reserve room for what is being computed, of all transfers, with one message per namespace."""
-        headers: dict[bytes, dict[ChunkKey, ChunkHeader]] = {}
-        declined = time.monotonic() < self._declined_until
-        for transfer in self._transfers:
-            for key, header in transfer.coming.items():
-                # What is also copied to a staging buffer is pushed from there.
-                if key not in self._rooms and not declined and not transfer.staging.filling:
-                    headers.setdefault(header.namespace, {})[key] = header
-            transfer.coming.clear()
+    def _reserve_ahead(self, tasks: TaskGroup) -> None:
+        """Request room for what is being computed, of all transfers, with one message per namespace."""
+        headers = {header.key: header for transfer in self._transfers for header in transfer.take_coming()}
+        if time.monotonic() < self._declined_until:
+            return
+        for _, run in itertools.groupby(headers.values(), lambda header: header.namespace):
+            while group := list(itertools.islice(run, MAX_RESERVED)):
+                settled = anyio.Event()
+                self._reserving.update((header.key, settled) for header in group)
+                tasks.start_soon(self._reserve, group, settled)
+
+    async def _reserve(self, headers: Sequence[ChunkHeader], settled: anyio.Event) -> None:
+        keys = [header.key for header in headers]
         try:
-            for group in headers.values():
-                for start in range(0, len(group), MAX_RESERVED):
-                    self._reserve(list(group.values())[start : start + MAX_RESERVED])
+            room = await Pusher(self._source, self._sealer).reserve(headers, ahead=True)
         except ChannelError as error:
             self._lose(error)
-
-    def _reserve(self, headers: Sequence[ChunkHeader]) -> None:
-        keys = [header.key for header in headers]
-
-        def settle(room: RemoteRoom) -> None:
-            if len(room.leases) + len(room.held) + len(room.pending) < len(keys):
-                self._declined_until = time.monotonic() + DECLINED_SECONDS
-            for at, key in enumerate(keys):
-                lease = room.leases.get(at)
-                wanted = self._rooms.get(key) is call
-                if wanted:
-                    del self._rooms[key]
-                if wanted and lease is not None:
-                    self._rooms[key] = lease
-                elif lease is not None:
-                    self._source.release([lease])
-            ends = max((lease.ends for lease in room.leases.values()), default=0.0)
-            if ends:
-                # If the peer cannot reject a late write, the memory waits for its release.
-                call_later(max(ends - time.monotonic(), 0.0), partial(self._release, keys))
-
-        call = Pusher(self._source, self._sealer).reserve_ahead(headers, settle)
-        self._rooms.update(dict.fromkeys(keys, call))
-
-    def _release(self, keys: Iterable[ChunkKey]) -> None:
-        """Give back the room for chunks that do not come, or not in time."""
-        rooms = [self._rooms.pop(key, None) for key in keys] if self._rooms else ()
-        self._source.release([room for room in rooms if isinstance(room, RemoteLease)])
+            return
+        finally:
+            settled.set()
+            wanted = {key for key in keys if self._reserving.get(key) is settled}
+            for key in wanted:
+                del self._reserving[key]
+        leases = list(room.leases.values())
+        self._rooms.add(lease for lease in leases if lease.key in wanted)
+        self._source.release(lease for lease in leases if lease.key not in wanted)
+        if len(leases) + len(room.held) + len(room.pending) < len(keys):
+            self._declined_until = time.monotonic() + DECLINED_SECONDS
+        if leases:
+            # Before it expires: if the peer cannot reject a late write, its memory waits for the release.
+            call_later((leases[0].ends - time.monotonic()) * 0.9, partial(self._rooms.drop, keys))
 
     async def _take_rooms(self, keys: Sequence[ChunkKey]) -> dict[int, RemoteLease]:
         """Return what is reserved for chunks, by index."""
         for key in keys:
-            call = self._rooms.get(key)
-            if isinstance(call, Call):
-                await call.wait()
-        rooms = {at: room for at, key in enumerate(keys) if (room := self._rooms.pop(key, None))}
-        return {at: room for at, room in rooms.items() if isinstance(room, RemoteLease)}
+            if (settled := self._reserving.get(key)) is not None:
+                await settled.wait()
+        rooms = map(self._rooms.take, keys)
+        return {at: lease for at, lease in enumerate(rooms) if lease is not None}
 
-    def _next_batch(self) -> _Batch:
-        """Dequeue chunks of all transfers: from the first tier, or the leading ones in a staging buffer."""
-        batch = _Batch({}, None)
-        room, count = BATCH_BYTES, 0
+    def _next_batch(self) -> tuple[StagingSource | None, dict[KVTransfer, list[ChunkKey]]]:
+        """Dequeue chunks of all transfers from the first tier, or those of one in a staging buffer."""
+        batch: dict[KVTransfer, list[ChunkKey]] = {}
+        room, count, leading = BATCH_BYTES, 0, None
         for transfer in self._transfers:
-            while transfer.queue and count < BATCH_CHUNKS:
+            while transfer.queue and count < BATCH_CHUNKS and room > 0:
                 staged = transfer.staging.source_of(transfer.queue[0])
-                if not count:
-                    batch = _Batch(batch.chunks, staged)
-                elif staged is not batch.staged or room <= 0:
-                    return batch
+                leading = leading if count else staged
+                if staged is not leading:
+                    break
                 key, length = transfer.dequeue()
                 if length:
-                    batch.chunks.setdefault(transfer, []).append(key)
+                    batch.setdefault(transfer, []).append(key)
                     room -= length
                     count += 1
-        return batch
+        return leading, batch
 
-    async def _push(self, batch: _Batch) -> None:
+    async def _push(self, staged: StagingSource | None, batch: Mapping[KVTransfer, list[ChunkKey]]) -> None:
         """Push one batch. If the connection ends, requeue it for the next one."""
         target = Pusher(self._source, self._sealer)
-        keys = [key for keys in batch.chunks.values() for key in keys]
+        keys = [key for own in batch.values() for key in own]
         outcomes: Sequence[PushOutcome] = ()
-        try:
-            with following(next(iter(batch.chunks)).trace):
-                if batch.staged is not None:
-                    outcomes = await batch.staged.push(target, keys, PUSH_SECONDS)
+        with CancelScope() as scope, following(next(iter(batch)).trace):
+            self._in_flight[scope] = batch
+            try:
+                if staged is not None:
+                    outcomes = await staged.push(target, keys, PUSH_SECONDS)
                 else:
                     rooms = await self._take_rooms(keys)
                     chunks = [
-                        transfer.first_tier.chunk(key)
-                        for transfer, own in batch.chunks.items()
-                        for key in own
+                        transfer.first_tier.chunk(key) for transfer, own in batch.items() for key in own
                     ]
                     outcomes = await target.push(chunks, PUSH_SECONDS, rooms)
-        except ChannelError as error:
-            self._lose(error)
-        finally:
-            self._source.pushing.release()
-            left = iter(outcomes)
-            for transfer, own in batch.chunks.items():
-                source = batch.staged or transfer.first_tier
-                transfer.settle(source, own, list(itertools.islice(left, len(own))), target.last_error)
+            except ChannelError as error:
+                self._lose(error)
+            finally:
+                del self._in_flight[scope]
+                self._source.pushing.release()
+                left = iter(outcomes)
+                for transfer, own in batch.items():
+                    settled = list(itertools.islice(left, len(own)))
+                    transfer.settle(staged or transfer.first_tier, own, settled, target.last_error)
 
 
 class KVTransfers(Observer):

@@ -30,7 +30,6 @@ from kvtier.peers.protocol import (
 )
 from kvtier.peers.remote_leases import RemoteLease, leases_of, usable_seconds
 from kvtier.peers.source import Source, expect_length
-from kvtier.rpc.calls import Call
 from kvtier.tiers.level import ChunkBytes
 from kvtier.tiers.sealer import Sealer
 
@@ -136,46 +135,22 @@ class Pusher:
         return checksums
 
     async def reserve(
-        self, headers: Sequence[ChunkHeader], *, staging: int = 0, shares: int = 1
+        self, headers: Sequence[ChunkHeader], *, staging: int = 0, shares: int = 1, ahead: bool = False
     ) -> RemoteRoom:
-        """Reserve room for chunks of one namespace.
+        """Reserve room for chunks of one namespace; with ``ahead``, only room that the peer has to spare.
 
         With ``staging``, in the staging buffers of that number: each rank has one of ``shares`` equal parts
         of the payloads.
         """
+        sent_at = time.monotonic()
 
         def give_back(room: RemoteRoom) -> None:
             self.source.release(room.leases.values())
 
-        def settle(room: RemoteRoom, wanted: bool) -> None:
+        def settle(reserved: Reserved, wanted: bool) -> RemoteRoom:
+            room = _room_of(reserved, headers, sent_at, shares)
             if not wanted:
                 give_back(room)
-
-        return await self._call(headers, settle, staging=staging, shares=shares).reply(give_back)
-
-    def reserve_ahead(
-        self, headers: Sequence[ChunkHeader], settle: Callable[[RemoteRoom], None]
-    ) -> Call[RemoteRoom]:
-        """Reserve room for chunks of one namespace that are being computed: without evicting others.
-
-        ``settle`` gets the room, and owns its leases.
-        """
-        return self._call(headers, lambda room, _wanted: settle(room), ahead=True)
-
-    def _call(
-        self,
-        headers: Sequence[ChunkHeader],
-        settle: Callable[[RemoteRoom, bool], None],
-        *,
-        staging: int = 0,
-        shares: int = 1,
-        ahead: bool = False,
-    ) -> Call[RemoteRoom]:
-        sent_at = time.monotonic()
-
-        def settle_valid(reserved: Reserved, wanted: bool) -> RemoteRoom:
-            room = _room_of(reserved, headers, sent_at, shares)
-            settle(room, wanted)
             return room
 
         request = partial(
@@ -189,32 +164,21 @@ class Pusher:
             staging=staging,
             ahead=ahead,
         )
-        return self.source.endpoint.call(request, Reserved, settle_valid)
+        return await self.source.endpoint.call(request, Reserved, settle).reply(give_back)
 
     async def commit(self, leases: Sequence[RemoteLease], checksums: Sequence[bytes]) -> list[bool]:
-        """Commit written chunks, with one message per grant. Return which the peer serves now."""
-        grants: dict[int, list[int]] = {}
-        for at, lease in enumerate(leases):
-            grants.setdefault(lease.grant, []).append(at)
-        calls = [
-            self.source.endpoint.call(
-                partial(
-                    Commit,
-                    grant=grant,
-                    chunks=[leases[at].number for at in group],
-                    checksums=b"".join([checksums[at] for at in group]),
-                    trace=current.get(),
-                ),
-                Committed,
-                partial(_valid_of, len(group)),
-            )
-            for grant, group in grants.items()
-        ]
-        valid = [False] * len(leases)
-        for group, call in zip(grants.values(), calls, strict=True):
-            for at, ok in zip(group, await call.reply(), strict=True):
-                valid[at] = ok
-        return valid
+        """Commit written chunks, with one message for each grant. Return which of them the peer serves now."""
+        checksum_of = dict(zip(leases, checksums, strict=True))
+        replies = await self.source.ask_each_grant(
+            leases,
+            lambda group: partial(
+                Commit, checksums=b"".join([checksum_of[lease] for lease in group]), trace=current.get()
+            ),
+            Committed,
+            lambda group, committed, _wanted: expect_length(committed.valid, len(group)),
+        )
+        valid = {lease for group, ready in replies for lease, ok in zip(group, ready, strict=True) if ok}
+        return [lease in valid for lease in leases]
 
 
 class PushSource(ABC):
@@ -254,13 +218,11 @@ class _Push:
         with anyio.move_on_after(seconds):
             sealed = self._target.headers(self._chunks)
             self._sealed = {index: chunk for index, chunk in enumerate(sealed) if chunk is not None}
-            usable = {index: lease for index, lease in rooms.items() if self._fits(index, lease)}
-            self._target.source.release([lease for index, lease in rooms.items() if index not in usable])
             backoff, full_since = Backoff(MIN_PAUSE_SECONDS, MAX_PAUSE_SECONDS), anyio.current_time()
             while self._sealed:
                 before = len(self._sealed)
-                room = await self._reserve(usable)
-                usable = {}
+                room = await self._reserve(rooms)
+                rooms = {}
                 if room.leases or room.pending or len(self._sealed) < before:
                     full_since = anyio.current_time()
                 if len(self._sealed) < before:
@@ -271,27 +233,26 @@ class _Push:
                 await anyio.sleep(backoff.next())
         return self._outcomes
 
-    def _fits(self, index: int, lease: RemoteLease) -> bool:
-        return index in self._sealed and lease.length == self._sealed[index][0].payload_bytes
-
     async def _reserve(self, reserved: Mapping[int, RemoteLease]) -> RemoteRoom:
         """Reserve room for those of one namespace that have none, and write as many as fit."""
         room, rest = RemoteRoom({}, [], [], ""), [index for index in self._sealed if index not in reserved]
         left = [at for at in rest if self._sealed[at][0].namespace == self._sealed[rest[0]][0].namespace]
-        unused = reserved
+        leases, unused = dict[int, RemoteLease](), dict(reserved)
         try:
             if left:
                 room = await self._target.reserve([self._sealed[index][0] for index in left])
-            if not room.refusal:
-                unused = {}
+            for index in reserved if not room.refusal else ():
+                if self._sealed[index][0].payload_bytes == reserved[index].length:
+                    leases[index] = unused.pop(index)
         finally:
             self._target.source.release(unused.values())
         if room.refusal:
             self._target.last_error = room.refusal
             self._settle(left, PushOutcome.FAILED)
             return room
+        leases.update((left[at], lease) for at, lease in room.leases.items())
         self._settle([left[at] for at in room.held], PushOutcome.HELD)
-        if leases := {**reserved, **{left[at]: lease for at, lease in room.leases.items()}}:
+        if leases:
             await self._fill(leases)
         elif not room.held:
             # The outcome unless there is room before FULL_SECONDS have passed.
@@ -342,10 +303,6 @@ class _Push:
         for index in indexes:
             self._outcomes[index] = outcome
             del self._sealed[index]
-
-
-def _valid_of(count: int, committed: Committed, _wanted: bool) -> list[bool]:
-    return expect_length(committed.valid, count)
 
 
 def _room_of(reserved: Reserved, headers: Sequence[ChunkHeader], sent_at: float, shares: int) -> RemoteRoom:

@@ -39,11 +39,6 @@ class PushTarget(ABC):
         """Bytes available for reservation now."""
         return min(self.limit - self.reserved_bytes, self.grants.limit - self.grants.granted_bytes)
 
-    @property
-    def room_ahead(self) -> int:
-        """Bytes available for chunks that may never come: the rest is for those that are complete."""
-        return 0
-
     @abstractmethod
     def length_of(self, header: ChunkHeader) -> int:
         """Return the bytes that a chunk occupies."""
@@ -98,7 +93,7 @@ class ArenaTarget(PushTarget):
 
     @property
     def room_ahead(self) -> int:
-        """Bytes that are free anyway, so that nothing is evicted, up to half of what may be reserved."""
+        """Bytes available for chunks that may never come: nothing is evicted, and half of the room stays."""
         return min(self.room - self.limit // 2, self._cache.memory.free_bytes)
 
     def length_of(self, header: ChunkHeader) -> int:

@@ -134,7 +134,7 @@ class Reservations:
         target = next((each for each in targets if each.number == request.staging), None)
         if target is None:  # That staging buffer was lost.
             return Reserved(request.ticket, NO_GRANT, [], [], 0.0, [], [], "")
-        left = target.room_ahead if request.ahead else target.room
+        left = min(target.room, self._arena.room_ahead) if request.ahead else target.room
         for at, header in enumerate(headers):
             # A key that the request lists twice has room once.
             # What one of its targets holds need not be pushed into another.

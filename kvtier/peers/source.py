@@ -32,6 +32,7 @@ from kvtier.peers.remote_leases import RemoteLease, RemoteLeases, leases_of, usa
 from kvtier.peers.throughput import PeerThroughput
 from kvtier.rpc.calls import ReplyT, ResultT
 from kvtier.rpc.endpoint import Endpoint
+from kvtier.rpc.frames import Request
 from kvtier.rpc.keep_alive import KeepAlive, Timeouts
 from kvtier.rpc.wire import SocketWire
 from kvtier.transports.base import Link, Transport
@@ -160,32 +161,35 @@ class Source:
 
     async def readable(self, leases: Sequence[RemoteLease]) -> set[RemoteLease]:
         """Wait until the peer has these chunks in memory. Return those that became readable."""
-        replies = await self._ask_each_grant(
-            leases, Await, Readable, lambda group, answer, _wanted: expect_length(answer.readable, len(group))
+        replies = await self.ask_each_grant(
+            leases,
+            lambda _group: Await,
+            Readable,
+            lambda group, answer, _wanted: expect_length(answer.readable, len(group)),
         )
         return {lease for group, ready in replies for lease, ok in zip(group, ready, strict=True) if ok}
 
     async def confirm(self, leases: Sequence[RemoteLease]) -> set[RemoteLease]:
         """Release these leases. Return those that were valid until now."""
-        replies = await self._ask_each_grant(
-            leases, Release, Released, lambda _group, released, _wanted: released.valid
+        replies = await self.ask_each_grant(
+            leases, lambda _group: Release, Released, lambda _group, released, _wanted: released.valid
         )
         return {lease for group, valid in replies if valid for lease in group}
 
-    async def _ask_each_grant(
+    async def ask_each_grant(
         self,
         leases: Iterable[RemoteLease],
-        request: type[Await | Release],
+        request_of: Callable[[Sequence[RemoteLease]], Callable[..., Request]],
         reply_type: type[ReplyT],
         settle: Callable[[Sequence[RemoteLease], ReplyT, bool], ResultT],
     ) -> list[tuple[Sequence[RemoteLease], ResultT]]:
-        """Send a request for the leases of each grant. Return these, each with the result."""
+        """Send a request for the leases of each grant at the same time. Return these, each with the result."""
         grants: dict[int, list[RemoteLease]] = {}
         for lease in leases:
             grants.setdefault(lease.grant, []).append(lease)
         calls = [
             self.endpoint.call(
-                partial(request, grant=grant, chunks=[lease.number for lease in group]),
+                partial(request_of(group), grant=grant, chunks=[lease.number for lease in group]),
                 reply_type,
                 partial(settle, group),
             )
