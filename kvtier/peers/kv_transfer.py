@@ -514,7 +514,8 @@ class _PushQueue:
     async def _push(self, staged: StagingSource | None, batch: Mapping[KVTransfer, list[ChunkKey]]) -> None:
         """Push one batch. If the connection ends, requeue it for the next one."""
         target = Pusher(self._source, self._sealer)
-        keys = [key for own in batch.values() for key in own]
+        items = [(transfer, key) for transfer, own in batch.items() for key in own]
+        keys = [key for _, key in items]
         outcomes: Sequence[PushOutcome] = ()
         with CancelScope() as scope, following(next(iter(batch)).trace):
             self._in_flight[scope] = batch
@@ -523,9 +524,7 @@ class _PushQueue:
                     outcomes = await staged.push(target, keys, PUSH_SECONDS)
                 else:
                     rooms = await self._take_rooms(keys)
-                    chunks = [
-                        transfer.first_tier.chunk(key) for transfer, own in batch.items() for key in own
-                    ]
+                    chunks = [transfer.first_tier.chunk(key) for transfer, key in items]
                     outcomes = await target.push(chunks, PUSH_SECONDS, rooms)
             except ChannelError as error:
                 self._lose(error)
@@ -633,18 +632,12 @@ class KVTransfers(Observer):
 
     def join(self, source: Source, transfer: KVTransfer) -> _PushQueue:
         """Push the chunks of a transfer over a connection, together with those of the others."""
-        queue = self._queues.get(source)
-        if queue is None:
-            queue = self._queues[source] = _PushQueue(source, self.sealer)
-            self._tasks.start_soon(self._run, source, queue)
-        queue.join(transfer)
-        return queue
-
-    async def _run(self, source: Source, queue: _PushQueue) -> None:
-        try:
-            await queue.run()
-        finally:
-            del self._queues[source]
+        if source not in self._queues:
+            self._queues = {each: queue for each, queue in self._queues.items() if not each.over}
+            self._queues[source] = _PushQueue(source, self.sealer)
+            self._tasks.start_soon(self._queues[source].run)
+        self._queues[source].join(transfer)
+        return self._queues[source]
 
     def close(self) -> None:
         """Stop observing the cache. The caller ends the tasks."""

@@ -167,7 +167,7 @@ class Pusher:
         return await self.source.endpoint.call(request, Reserved, settle).reply(give_back)
 
     async def commit(self, leases: Sequence[RemoteLease], checksums: Sequence[bytes]) -> list[bool]:
-        """Commit written chunks, with one message for each grant. Return which of them the peer serves now."""
+        """Commit written chunks, with one message per grant. Return which of them the peer serves now."""
         checksum_of = dict(zip(leases, checksums, strict=True))
         replies = await self.source.ask_each_grant(
             leases,
@@ -219,7 +219,7 @@ class _Push:
             sealed = self._target.headers(self._chunks)
             self._sealed = {index: chunk for index, chunk in enumerate(sealed) if chunk is not None}
             backoff, full_since = Backoff(MIN_PAUSE_SECONDS, MAX_PAUSE_SECONDS), anyio.current_time()
-            while self._sealed:
+            while self._sealed or rooms:
                 before = len(self._sealed)
                 room = await self._reserve(rooms)
                 rooms = {}
@@ -242,7 +242,8 @@ class _Push:
             if left:
                 room = await self._target.reserve([self._sealed[index][0] for index in left])
             for index in reserved if not room.refusal else ():
-                if self._sealed[index][0].payload_bytes == reserved[index].length:
+                chunk = self._sealed.get(index)
+                if chunk is not None and chunk[0].payload_bytes == reserved[index].length:
                     leases[index] = unused.pop(index)
         finally:
             self._target.source.release(unused.values())

@@ -183,7 +183,7 @@ class Source:
         reply_type: type[ReplyT],
         settle: Callable[[Sequence[RemoteLease], ReplyT, bool], ResultT],
     ) -> list[tuple[Sequence[RemoteLease], ResultT]]:
-        """Send a request for the leases of each grant at the same time. Return these, each with the result."""
+        """Send a request for the leases of each grant. Return these, each with the result."""
         grants: dict[int, list[RemoteLease]] = {}
         for lease in leases:
             grants.setdefault(lease.grant, []).append(lease)
