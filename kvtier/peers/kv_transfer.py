@@ -138,7 +138,6 @@ class KVTransfer:
         self._began = time.monotonic()
         self._seconds = 0.0
         self._finishing = False
-        self._failed = False
         self._refused = False
         self._in_flight = 0
         self._pushing_since = 0.0
@@ -180,7 +179,8 @@ class KVTransfer:
     def abort(self) -> None:
         """End the transfer without pushing further chunks. Idempotent.
 
-        Takes effect at once, except that chunks in flight stay leased until the transport releases them.
+        Takes effect at once, except that chunks in flight stay leased until the transport releases them, and
+        those in one batch with chunks of other transfers are pushed.
         """
         self._scope.cancel()
 
@@ -207,7 +207,7 @@ class KVTransfer:
 
     def _wants(self, key: ChunkKey) -> bool:
         """Return whether a chunk is still to be pushed, and not READY in the first tier."""
-        return key in self._awaited and not self._failed
+        return key in self._awaited
 
     def _staged(self, key: ChunkKey) -> None:
         """Queue a chunk that is complete in a staging buffer."""
@@ -272,10 +272,8 @@ class KVTransfer:
         self.announced.set()
 
     def _is_over(self) -> bool:
-        if self._connection_error is not None or self._failed:
-            return True
-        idle = not self.queue and not self._in_flight
-        return idle and (self._finishing or not self._awaited)
+        idle = not self.queue and not self._in_flight and (self._finishing or not self._awaited)
+        return idle or self._connection_error is not None
 
     # For its queue.
 
@@ -320,16 +318,19 @@ class KVTransfer:
         if refusal:
             self._refused, self.last_error = True, self.last_error or refusal
         # The next connection begins where this one has stopped.
-        retry = [] if outcomes else list(keys)
+        retry, failed = [] if outcomes else list(keys), False
         for key, outcome in zip(keys, outcomes, strict=False):
             length = source.release(key)
             if source.retried and not outcome.at_peer:
                 retry.append(key)
                 continue
             self._outcomes[key] = outcome
-            self._failed |= not outcome.at_peer
+            failed |= not outcome.at_peer
             self.pushed_bytes += length if outcome is PushOutcome.OK else 0
         self.queue.extendleft(reversed(retry))
+        if failed:  # Later chunks are useless without this one.
+            self.queue.clear()
+            self._awaited.clear()
         self._notify()
         if retry and self._pushes is not None:
             self._pushes.notify()

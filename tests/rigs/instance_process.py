@@ -27,6 +27,7 @@ from kvtier.pipeline.found import FoundPrefix
 from kvtier.pipeline.query import Expected, Query
 from kvtier.testing.backend import make_key, noise, same
 from kvtier.testing.transport_sides import serve_commands
+from kvtier.tiers.host_memory import Reservation
 from tests.rigs.forks import python
 from tests.rigs.hosts import LEAK_TIMEOUT_SECONDS, CommandProcess, LeakCheck
 
@@ -45,12 +46,17 @@ def payload_of(key: ChunkKey, length: int) -> bytes:
 def store(instance: Instance, numbers: Sequence[int], payload: int) -> None:
     """Store chunks in memory, as an engine does."""
     for number in numbers:
-        key = make_key(number)
-        header = ChunkHeader(key, make_key(number - 1), NAMESPACE, payload, key, 37)  # As two block hashes.
-        reservation = instance.cache.reserve(header)
-        assert reservation is not None, "no room"
-        reservation.lease.view[HEADER_BYTES : HEADER_BYTES + payload] = payload_of(key, payload)
-        instance.cache.commit([reservation])
+        instance.cache.commit([filled(instance, number, payload)])
+
+
+def filled(instance: Instance, number: int, payload: int) -> Reservation:
+    """Reserve room for a chunk, and fill it."""
+    key = make_key(number)
+    header = ChunkHeader(key, make_key(number - 1), NAMESPACE, payload, key, 37)  # As two block hashes.
+    reservation = instance.cache.reserve(header)
+    assert reservation is not None, "no room"
+    reservation.lease.view[HEADER_BYTES : HEADER_BYTES + payload] = payload_of(key, payload)
+    return reservation
 
 
 def settings_of(
@@ -118,6 +124,14 @@ class InstanceProcess:
         """Make chunks READY; with ``drains``, also write them to the disk tier."""
         await self._call("store", numbers=list(numbers), payload=self.payload, drains=drains)
 
+    async def reserve(self, numbers: Sequence[int]) -> None:
+        """Reserve room for chunks, which :meth:`commit` makes READY."""
+        await self._call("reserve", numbers=list(numbers), payload=self.payload)
+
+    async def commit(self) -> None:
+        """Make the reserved chunks READY."""
+        await self._call("commit")
+
     async def transfer_kv(self, to: str, numbers: Sequence[int]) -> None:
         """Start a KV transfer, and return once it is announced."""
         await self._call("transfer_kv", to=to, numbers=list(numbers), waits=True)
@@ -182,6 +196,12 @@ class Commands(LeakCheck):
         store(self._instance, numbers, payload)
         if drains:
             await self._instance.cache.drain(60)
+
+    async def reserve(self, numbers: Sequence[int], payload: int) -> None:
+        self._reserved = [filled(self._instance, number, payload) for number in numbers]
+
+    async def commit(self) -> None:
+        self._instance.cache.commit(self._reserved)
 
     async def fetch(self, start: int, count: int, payload: int) -> tuple[int, float]:
         """Look a prompt up; return the number of leading chunks that arrive intact, and the seconds taken.
