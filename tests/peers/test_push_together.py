@@ -10,7 +10,7 @@ import anyio
 import pytest
 
 from kvtier.memory.header import HEADER_BYTES, ChunkHeader
-from kvtier.peers.push import PushOutcome
+from kvtier.peers.push import Pusher, PushOutcome, RemoteRoom
 from kvtier.peers.source import Read, Source, Written
 from kvtier.pipeline.query import Query
 from kvtier.testing.backend import make_key
@@ -103,7 +103,9 @@ async def test_chunks_of_two_models_are_pushed_in_one_batch() -> None:
         fill(sender, reserve(sender, [1, 2]) + reserve(sender, [11, 12], namespace=bytes(range(32))))
         transfers = [sender.transfer_kv(receiver, numbers) for numbers in ([1, 2], [11, 12])]
         assert [(await transfer.finish()).leading for transfer in transfers] == [2, 2]
-        for found in (receiver.look_up([1, 2]), receiver.look_up([11, 12])):
+        for numbers, namespace in (([1, 2], bytes(32)), ([11, 12], bytes(range(32)))):
+            found = receiver.look_up(numbers)
+            assert {ChunkHeader.parse(chunk.lease.view).namespace for chunk in found.chunks} == {namespace}
             assert await receiver.settle(found) == 2
 
 
@@ -146,8 +148,9 @@ async def test_batch_that_no_request_waits_for_is_cancelled(monkeypatch: pytest.
         sender.compute(PROMPTS[0])
         await writing.wait()
         aborted.abort()
-        await until(lambda: not sender.instance._kv_transfers.leased_bytes)  # type: ignore[union-attr]
-        await until(lambda: not receiver.reserving["reservations"])
+        with anyio.fail_after(10):
+            await until(lambda: not sender.instance._kv_transfers.leased_bytes)  # type: ignore[union-attr]
+            await until(lambda: not receiver.reserving["reservations"])
         waiting.abort()
 
 
@@ -168,16 +171,48 @@ async def test_room_of_cancelled_request_is_given_back(kind: str) -> None:
         assert receiver.serving["requests"]["Reserve"] == 1
 
 
-async def test_request_cancelled_before_the_response_gives_the_room_back() -> None:
+async def test_request_cancelled_before_the_response_gives_the_room_back(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    reserve_all, reserved, goes_on = Pusher.reserve, anyio.Event(), anyio.Event()
+
+    async def reserve_late(self: Pusher, headers: Sequence[ChunkHeader], **more: Any) -> RemoteRoom:
+        room = await reserve_all(self, headers, **more)
+        reserved.set()
+        await goes_on.wait()
+        return room
+
+    monkeypatch.setattr(Pusher, "reserve", reserve_late)
     async with hosts("tcp", 64, 64) as (sender, receiver):
         transfer = sender.transfer_kv(receiver, PROMPTS[0])
-        await transfer.announced.wait()
-        reserved = reserve(sender, PROMPTS[0])
-        await until(lambda: receiver.serving["requests"].get("Reserve"))
+        reservations = reserve(sender, PROMPTS[0])
+        await reserved.wait()
         transfer.abort()
-        await until(lambda: receiver.counts.get("reserved") == 2)
-        await until(lambda: not receiver.reserving["reservations"])
-        sender.cache.abandon(reserved)
+        await transfer.ended.wait()
+        goes_on.set()
+        with anyio.fail_after(10):
+            await until(lambda: not receiver.reserving["reservations"])
+        sender.cache.abandon(reservations)
+
+
+async def test_chunk_that_is_complete_before_the_response_waits_for_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    reserve_all = Pusher.reserve
+
+    async def reserve_late(self: Pusher, headers: Sequence[ChunkHeader], **more: Any) -> RemoteRoom:
+        room = await reserve_all(self, headers, **more)
+        await anyio.sleep(0.1)
+        return room
+
+    monkeypatch.setattr(Pusher, "reserve", reserve_late)
+    async with hosts("tcp", 64, 64) as (sender, receiver):
+        transfer = sender.transfer_kv(receiver, PROMPTS[0])
+        reservations = reserve(sender, PROMPTS[0])
+        await until(lambda: receiver.reserving["reservations"] == 2)
+        fill(sender, reservations)
+        assert (await transfer.finish()).leading == 2
+        assert receiver.serving["requests"]["Reserve"] == 1
 
 
 async def test_room_for_chunks_that_the_engine_gives_up_is_given_back() -> None:
@@ -265,6 +300,7 @@ async def test_receiver_without_room_is_not_asked_each_time() -> None:
         for number in CHUNKS:
             reserved += reserve(sender, [number])
             await until(lambda: receiver.counts.get("no_room_ahead"))
+            await anyio.sleep(0.02)  # In which another message would arrive.
         assert receiver.serving["requests"]["Reserve"] == 1
         in_use.release()
         transfer.abort()
