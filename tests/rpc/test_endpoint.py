@@ -10,7 +10,7 @@ import anyio.lowlevel
 import pytest
 
 from kvtier.errors import ChannelClosed, ChannelError, ProtocolError, Rejected
-from kvtier.rpc.endpoint import DRAIN_BYTES, TURN_MESSAGES
+from kvtier.rpc.endpoint import DRAIN_BYTES, TURN_MESSAGES, HandleAtOnce
 from kvtier.rpc.frames import LENGTH, MAX_FRAME_BYTES, Refused, encode
 from kvtier.rpc.wire import FrameSocket
 from tests.rigs.waiting import until
@@ -120,22 +120,41 @@ async def test_wrong_reply_fails_its_caller_with_the_connection() -> None:
     assert "unexpected Note" in str(ours.cause)
 
 
-async def test_idle_connection_ends() -> None:
+def answers_none(_message: object) -> bool:
+    return True
+
+
+@pytest.mark.parametrize("at_once", [None, answers_none], ids=["in a task", "at once"])
+async def test_idle_connection_ends(at_once: HandleAtOnce | None) -> None:
     ours, _ = sides(idle_timeout=0.05)
-    await ours.run()
-    assert "no message for 0.05 s" in str(ours.cause)
+    assert "no message for 0.05 s" in str(await ours.endpoint.run(at_once=at_once))
 
 
-async def test_messages_keep_a_connection_alive() -> None:
+@pytest.mark.parametrize("at_once", [None, answers_none], ids=["in a task", "at once"])
+async def test_messages_keep_a_connection_alive(at_once: HandleAtOnce | None) -> None:
     ours, theirs = sides(idle_timeout=2.0)
     async with anyio.create_task_group() as tasks:
-        tasks.start_soon(ours.run)
+        tasks.start_soon(partial(ours.endpoint.run, at_once=at_once))
         tasks.start_soon(theirs.run)
         for _ in range(6):
             await anyio.sleep(0.4)
             assert await ours.endpoint.ping().reply()
         assert not theirs.endpoint.closed
         tasks.cancel_scope.cancel()
+
+
+async def test_handling_a_message_for_long_is_not_idling() -> None:
+    ours, theirs = sides(idle_timeout=0.2)
+    handled: list[Ask] = []
+
+    async def handle(message: Ask) -> None:
+        await anyio.sleep(0.5)
+        handled.append(message)
+
+    theirs.send_bytes(encode(Ask(1, "")))
+    await ours.run(handle)
+    assert "no message for 0.2 s" in str(ours.cause)
+    assert handled
 
 
 async def test_side_that_reads_nothing_is_disconnected() -> None:
