@@ -136,12 +136,14 @@ class Instance:
         from kvtier.peers.backend import PeersBackend
         from kvtier.peers.grants import GrantBook
         from kvtier.peers.kv_transfer import KVTransfers
+        from kvtier.peers.link_codec import GrantEncoder, LinkDecoder
         from kvtier.peers.push_targets import ArenaTarget
         from kvtier.peers.reservations import Reservations
         from kvtier.peers.server import PeerServer
         from kvtier.peers.staging.buffers import Stagings
         from kvtier.peers.targets import Targets
         from kvtier.rpc.authentication import Credentials
+        from kvtier.tiers.encoded_seal import Encoder
         from kvtier.transports.nixl.settings import NixlSettings
 
         if settings.peer.guessable:
@@ -154,6 +156,7 @@ class Instance:
             )
         transport_settings = plugins.transport_settings(settings)
         transport = plugins.transport(transport_settings.type)(transport_settings)
+        codecs = None if transport.one_sided else plugins.peer_codecs(settings)
         credentials = Credentials.from_settings(settings.peer)
         tier = TierSettings(
             name=PEERS,
@@ -179,7 +182,14 @@ class Instance:
             await transport.open(cache.arena, grants)
             # Before what uses the transport, which then ends first.
             stack.push_async_callback(_close, transport, peers)
-            peers.connect()
+            encoder = decoder = None
+            if codecs is not None:
+                encoder = Encoder(codecs, cache.layouts, checksum=settings.checksum)
+            if encoder is not None and fetches:
+                level = cache.lower[-1]
+                decoder = LinkDecoder(encoder, level.seal)
+                level.written, level.choice = decoder.written, peers.choice
+            peers.connect(decoder)
             nixl = server = None
             if transfer.device == "cuda":
                 if not isinstance(transport_settings, NixlSettings):
@@ -192,7 +202,10 @@ class Instance:
             if settings.peer.listen is not None:
                 arena = ArenaTarget(cache, grants, transport.cut_off, transfer.buffer)
                 reservations = Reservations(cache, arena, stagings, served.refusal)
-                server = PeerServer(cache, settings.peer, transport, grants, reservations, name, tracer)
+                grant_encoder = None if encoder is None else GrantEncoder(cache.arena, grants, encoder)
+                server = PeerServer(
+                    cache, settings.peer, transport, grants, reservations, name, tracer, grant_encoder
+                )
                 await stack.enter_async_context(server.serving())
             tasks = await stack.enter_async_context(open_background_tasks())
             kv_transfers = KVTransfers(cache, peers, Targets(settings), tasks, grants.limit)

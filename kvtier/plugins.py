@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 import pluggy
 from pydantic import BaseModel, ValidationError
 
-from kvtier import hookspecs
+from kvtier import hookspecs, native
 from kvtier.errors import KVTierError, PluginError, SettingsError
 from kvtier.events import Observer
 from kvtier.hookmarkers import PROJECT
@@ -177,15 +177,35 @@ class Plugins:
 
         Raises a :class:`pydantic.ValidationError` if the codec's settings are invalid.
         """
-        from kvtier.tiers.encoded_seal import Codecs
-
-        name = tier.codec["type"]
-        is_plain = name == IDENTITY and tier.encrypt is None
+        is_plain = tier.codec["type"] == IDENTITY and tier.encrypt is None
         if is_plain and (not isinstance(tier, LocalTierSettings) or is_memory(type(backend))):
             return None
+        return self._codecs(tier.codec)
+
+    def peer_codecs(self, settings: Settings) -> Codecs | None:
+        """Return the codec of what peers fetch from each other, and all others; ``None`` without one.
+
+        Raises :class:`SettingsError`, which names the key.
+        """
+        choice = settings.peer.codec
+        self._component("peer.codec", choice, self.codec, settings)
+        if self.codec(choice["type"]).lossy:
+            problem = f"is {choice['type']}, which loses precision: use {LOSSLESS} or {AUTO}"
+            raise SettingsError(f"{settings.at('peer.codec')} {problem}")
+        # Without the native core, a peer would be asked for what cannot be decoded here.
+        if choice["type"] == IDENTITY or not native.available():
+            return None
+        codecs = self._codecs(choice)
+        exact = {code: codec for code, codec in codecs.known.items() if not codec.lossy}
+        return codecs._replace(known=exact)
+
+    def _codecs(self, choice: Mapping[str, Any]) -> Codecs:
+        from kvtier.tiers.encoded_seal import Codecs
+
+        name = choice["type"]
         own = self.codec(name)
         known = {codec.code: codec for codec in self.all_codecs().values()}
-        return Codecs(own(own.settings_type.model_validate(tier.codec)), known, measured=name == AUTO)
+        return Codecs(own(own.settings_type.model_validate(choice)), known, measured=name == AUTO)
 
     def all_codecs(self) -> dict[str, Codec]:
         """Return each codec by name, with its default settings, to read with."""
@@ -443,6 +463,8 @@ def load_all(file: Path | None) -> Loaded:
         plugins = Plugins.load(settings.plugins)
     with collected(problems):
         plugins.transport_settings(settings)
+    with collected(problems):
+        plugins.peer_codecs(settings)
     with collected(problems):
         tiers = plugins.tier_settings(settings)
     return Loaded(settings, plugins, tiers, problems)

@@ -155,7 +155,7 @@ def _peers(peers: list[Report]) -> Table:
     for peer in peers:
         rows.add_row(
             *map(escape, (peer["address"], peer["instance"] or "-", peer["state"])),
-            format_size(peer["read_bytes"]),
+            format_size(peer["read_bytes"]) + _encoding(peer),
             escape(peer["last_error"] or ""),
         )
     return rows

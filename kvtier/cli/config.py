@@ -110,6 +110,7 @@ def _load(file: Path | None) -> tuple[Settings, list[TierSettings]]:
     settings = load_settings(file=file)
     plugins = Plugins.load(settings.plugins)
     plugins.transport_settings(settings)  # Reports those that are invalid.
+    plugins.peer_codecs(settings)
     return settings, plugins.tier_settings(settings)
 
 

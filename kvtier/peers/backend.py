@@ -23,8 +23,10 @@ from kvtier.memory.keys import ChunkKey
 from kvtier.peers.client import PeerClient, drop_leases
 from kvtier.peers.dialing import CONNECT_SECONDS, CONNECT_THREADS
 from kvtier.peers.fetch import Fetch
+from kvtier.peers.link_codec import LinkChoices, LinkDecoder
 from kvtier.peers.roster import IDLE_SECONDS, Roster
 from kvtier.peers.source import Source
+from kvtier.plugins import AUTO
 from kvtier.rpc.authentication import Credentials
 from kvtier.settings import TierSettings
 from kvtier.settings.peer import PeerSettings
@@ -179,6 +181,7 @@ class PeersBackend(Backend, SupportsPrefix):
     ) -> None:
         """``idle``: seconds after which an unused temporary peer is disconnected."""
         self._deadline = settings.deadline
+        self._measured = peer.codec["type"] == AUTO
         self._lookup_timeout = peer.timeout
         self._threads = WorkerThreads(CONNECT_THREADS)
         self._temporary_threads = WorkerThreads(TEMPORARY_CONNECT_THREADS)
@@ -189,11 +192,13 @@ class PeersBackend(Backend, SupportsPrefix):
             transport_name=peer.transport["type"],
             instance=instance,
             deadline=settings.deadline,
+            measured=self._measured,
         )
         configured = [make(address, threads=self._threads) for address in dict.fromkeys(peer.others)]
         self._roster = Roster(
             configured, partial(make, threads=self._temporary_threads, temporary=True), idle=idle
         )
+        self._decoder: LinkDecoder | None = None
         self._bound: Bound = {}
         self._directory: DirectoryClient | None = None
         self._scope = CancelScope()
@@ -203,6 +208,13 @@ class PeersBackend(Backend, SupportsPrefix):
     def clients(self) -> list[PeerClient]:
         """All current peers, configured ones first."""
         return self._roster.clients
+
+    @property
+    def choice(self) -> LinkChoices | None:
+        """What ``codec: auto`` has decided; ``None`` without it."""
+        if not self._measured:
+            return None
+        return LinkChoices(lambda: [peer.choice for peer in self.clients if peer.choice])
 
     def set_directory(self, directory: Directory | None) -> None:
         """Query this directory in every lookup from now on; ``None`` removes it."""
@@ -235,8 +247,12 @@ class PeersBackend(Backend, SupportsPrefix):
     async def open(self) -> None:
         """Do nothing: :meth:`connect` connects, once the transport knows the arena."""
 
-    def connect(self) -> None:
-        """Start connecting to every configured peer. Call once, in the event loop; does not block."""
+    def connect(self, decoder: LinkDecoder | None = None) -> None:
+        """Start connecting to every configured peer. Call once, in the event loop; does not block.
+
+        ``decoder``: decodes what is requested encoded. Without it, nothing is.
+        """
+        self._decoder = decoder
         self._running = DetachedTask(self._run())
 
     async def close(self) -> None:
@@ -317,9 +333,8 @@ class PeersBackend(Backend, SupportsPrefix):
             clients = self._roster.clients if only is None else [only]
             part = [items[index] for index in indexes]
             ask = partial(self._request_leases, clients=clients)
-            for index, outcome in zip(
-                indexes, await Fetch(clients, part, ask).run(self._deadline), strict=True
-            ):
+            fetch = Fetch(clients, part, ask, self._decoder)
+            for index, outcome in zip(indexes, await fetch.run(self._deadline), strict=True):
                 outcomes[index] = outcome
 
         async with anyio.create_task_group() as tasks:

@@ -14,12 +14,15 @@ from kvtier.concurrency.breaker import Backoff, Breaker
 from kvtier.concurrency.threads import WorkerThreads
 from kvtier.errors import ChannelClosed, ChannelError, PeerError, ProtocolError, Rejected
 from kvtier.logs import printable
+from kvtier.memory.header import IDENTITY
 from kvtier.memory.keys import ChunkKey
 from kvtier.peers.dialing import ControlConnection, PeerDialer
 from kvtier.peers.source import Source, timeouts_of
 from kvtier.peers.throughput import PeerThroughput
 from kvtier.rpc.authentication import Credentials
 from kvtier.settings.peer import split_address
+from kvtier.tiers.codec_choice import CodecChoice
+from kvtier.tiers.encoded_seal import MIN_GAIN
 from kvtier.transports.base import Transport
 from kvtier.units import MIB
 
@@ -54,13 +57,19 @@ class PeerClient:
         threads: WorkerThreads,
         *,
         temporary: bool = False,
+        measured: bool = False,
     ) -> None:
-        """``temporary``: not one of ``peer.others``; outages are logged at debug level only."""
+        """``temporary``: not one of ``peer.others``; outages are logged at debug level only.
+
+        ``measured``: chunks are requested encoded only while that pays.
+        """
         host, port = split_address(address)
         self.address = address
         self.instance = ""
         """The instance name that the peer reported last."""
         self.throughput = PeerThroughput()
+        self.choice = CodecChoice(lambda: False, MIN_GAIN, reads=self.throughput) if measured else None
+        """Decides whether to request chunks encoded; ``None`` without ``codec: auto``."""
         self.last_used = 0.0
         """When the peer last served a request, on the clock of :func:`time.monotonic`."""
         self._source: Source | None = None
@@ -153,6 +162,12 @@ class PeerClient:
             self._unanswered_at = sent_at
             self._record_failure(LOOKUPS)
         return answer
+
+    def codec(self, source: Source) -> int:
+        """Return the code of the codec in which to request chunks from it now."""
+        choice = self.choice
+        pays = choice is None or choice.needs_trial or choice.encodes
+        return IDENTITY if source.one_sided or not pays else source.welcome.codec
 
     def record_reads(self, *, failed: bool) -> None:
         """Record the outcome of a batch of reads."""
@@ -284,7 +299,7 @@ class PeerClient:
 
     def status(self) -> dict[str, object]:
         """Return the state and counters of this peer."""
-        source, seconds = self._source, self.throughput.seconds_per_byte
+        source, seconds, choice = self._source, self.throughput.seconds_per_byte, self.choice
         return {
             "address": self.address,
             "instance": self.instance,
@@ -296,6 +311,7 @@ class PeerClient:
             "read_bytes": self.throughput.bytes_read,
             "seconds_per_mib": None if seconds is None else seconds * MIB,
             "round_trip_seconds": self.throughput.round_trip,
+            **({"encodes": choice.encodes, "codec_gain": choice.gain} if choice else {}),
         }
 
     def _state(self) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -10,8 +11,10 @@ from anyio.abc import TaskGroup
 
 from kvtier.backends.base import GetItem, Outcome
 from kvtier.errors import ChannelError
+from kvtier.memory.header import IDENTITY
 from kvtier.memory.keys import ChunkKey
 from kvtier.peers.client import PeerClient, drop_leases
+from kvtier.peers.link_codec import LinkDecoder
 from kvtier.peers.remote_leases import RemoteLease
 from kvtier.peers.source import Source
 from kvtier.peers.throughput import fastest
@@ -42,6 +45,8 @@ class _Taken:
     client: PeerClient
     source: Source
     lease: RemoteLease
+    target: memoryview
+    """What it is read to: the view of the item, unless it is encoded."""
 
 
 class Fetch:
@@ -52,8 +57,16 @@ class Fetch:
     has been released.
     """
 
-    def __init__(self, clients: Sequence[PeerClient], items: Sequence[GetItem], ask: Ask) -> None:
+    def __init__(
+        self,
+        clients: Sequence[PeerClient],
+        items: Sequence[GetItem],
+        ask: Ask,
+        decoder: LinkDecoder | None = None,
+    ) -> None:
+        """``decoder``: to request chunks encoded, from peers where that pays."""
         self._clients = clients
+        self._decoder = decoder
         self._items = [_Item(key, view) for key, view in items]
         self._ask = ask
         self._taken: dict[_Taken, None] = {}
@@ -97,7 +110,10 @@ class Fetch:
         candidates: list[tuple[PeerClient, Source]] = []
         for client in self._clients:
             source = client.source
-            if source is None or client in item.tried:
+            if source is None:
+                continue
+            if client in item.tried:
+                source.leases.drop([item.key])
                 continue
             lease = source.leases.find(item.key)
             if lease is None:
@@ -113,7 +129,7 @@ class Fetch:
         lease = source.leases.take(item.key)
         if lease is None:
             return None
-        taken = _Taken(item, client, source, lease)
+        taken = _Taken(item, client, source, lease, item.view)
         self._taken[taken] = None
         client.throughput.assign(lease.length)
         return taken
@@ -126,37 +142,75 @@ class Fetch:
 
     async def _read_later(self, batch: Sequence[_Taken]) -> None:
         """Read chunks that the peer is still promoting, once they are in its memory."""
-        source = batch[0].source
+        await self._read(await self._readable(batch))
+
+    async def _readable(self, batch: Sequence[_Taken], codec: int = IDENTITY) -> Sequence[_Taken]:
+        """Wait until the peer has these chunks, with a codec encoded. Return those that it has."""
         try:
-            arrived = await source.readable([taken.lease for taken in batch])
+            arrived = await batch[0].source.readable([taken.lease for taken in batch], codec)
         except ChannelError:
             self._settle(batch, [Outcome.FAILED] * len(batch))
-            return
+            return []
         missing = [taken for taken in batch if taken.lease not in arrived]
         self._settle(missing, [Outcome.MISS] * len(missing))
-        await self._read([taken for taken in batch if taken.lease in arrived])
+        return [taken for taken in batch if taken.lease in arrived]
 
     async def _read(self, batch: Sequence[_Taken]) -> None:
         if not batch:
             return
+        decoder, codec = self._decoder, batch[0].client.codec(batch[0].source)
+        if decoder is not None and decoder.knows(codec):
+            await self._read_encoded(batch, codec, decoder)
+        else:
+            self._settle(batch, await self._transferred(batch))
+
+    async def _read_encoded(self, batch: Sequence[_Taken], codec: int, decoder: LinkDecoder) -> None:
+        """Have the peer encode chunks, read them, and decode those that were worth it."""
+        choice, began = batch[0].client.choice, time.monotonic()
+        batch = await self._readable(batch, codec)
+        encoding = time.monotonic() - began
+        if not batch:
+            return
+        encoded = [taken for taken in batch if taken.lease.encoded]
+        with decoder.scratch([taken.lease.span.length for taken in encoded]) as buffers:
+            for taken, buffer in zip(encoded, buffers, strict=True):
+                taken.target = buffer
+            outcomes = dict(zip(batch, await self._transferred(batch), strict=True))
+            arrived, began = [taken for taken in encoded if outcomes[taken] in DONE], time.monotonic()
+            reads = [(taken.item.key, taken.item.view, taken.target) for taken in arrived]
+            decoded = await decoder.decode(reads, [outcomes[taken] for taken in arrived])
+            seconds = encoding + time.monotonic() - began
+        for taken, outcome in zip(arrived, decoded, strict=True):
+            outcomes[taken] = outcome
+            if outcome not in DONE:  # It would send the same again.
+                taken.item.tried.add(taken.client)
+        done = [taken for taken, outcome in outcomes.items() if outcome in DONE]
+        lengths = sum(taken.lease.length for taken in done), sum(len(taken.target) for taken in done)
+        decoder.count(*lengths)
+        if choice is not None and choice.needs_trial and len(done) == len(batch):
+            choice.tried(*lengths, seconds)
+        self._settle(batch, list(outcomes.values()))
+
+    async def _transferred(self, batch: Sequence[_Taken]) -> Sequence[Outcome]:
+        """Read chunks to their targets, and measure that."""
         source, throughput = batch[0].source, batch[0].client.throughput
-        length, moved = sum(taken.lease.length for taken in batch), 0
+        length, moved = sum(len(taken.target) for taken in batch), 0
         throughput.begin(length)
         try:
             outcomes = await self._outcomes(source, batch)
             moved = sum(
-                taken.lease.length for taken, outcome in zip(batch, outcomes, strict=True) if outcome in DONE
+                len(taken.target) for taken, outcome in zip(batch, outcomes, strict=True) if outcome in DONE
             )
         finally:
             throughput.end(length, moved)
         # Reads that ended with the connection are no measure of the peer's reads.
         if not source.over and not source.unresponsive:
             batch[0].client.record_reads(failed=Outcome.FAILED in outcomes)
-        self._settle(batch, outcomes)
+        return outcomes
 
     async def _outcomes(self, source: Source, batch: Sequence[_Taken]) -> Sequence[Outcome]:
         try:
-            reads = [(taken.lease, taken.item.view) for taken in batch]
+            reads = [(taken.lease, taken.target) for taken in batch]
             outcomes = await source.read(reads, hashes=True)
             if len(outcomes) != len(batch):
                 return [Outcome.FAILED] * len(batch)

@@ -42,6 +42,8 @@ class Grant:
     """How many writes have begun, by the offset of their slice."""
     checksums: dict[int, tuple[int, bytes]] = field(default_factory=dict)
     """Length and checksum of writes that were hashed while they arrived, by their offset."""
+    encoded: dict[int, tuple[int, int]] = field(default_factory=dict)
+    """Offset and length of the chunk objects that were encoded, by slice."""
     until_ready: Callable[[Sequence[int]], Awaitable[None]] | None = None
     """Waits until each of these slices may be accessed, or never will be. ``None`` if there is no need."""
     on_end: Callable[[], None] | None = None
@@ -187,6 +189,17 @@ class GrantBook:
         # One for each slice: a peer might send bytes one by one.
         if grant is not None and len(grant.checksums) < len(grant.leases):
             grant.checksums[span.offset] = span.length, checksum
+
+    def replace(self, grant: Grant, index: int, lease: Lease, length: int) -> None:
+        """Grant an encoded copy of a chunk, of this length, instead of it, unless it was released since."""
+        plain = grant.leases[index]
+        if plain is None or index in grant.encoded:
+            return
+        grant.leases[index], grant.encoded[index], grant._starts = lease.share(), (lease.offset, length), None
+        self._refcounts[lease.offset] = 1
+        self.granted_bytes += lease.length
+        self.slices += 1
+        self._uncount(plain)
 
     def release(
         self, owner: Hashable, number: int, chunks: Iterable[int], access: Access | None = None

@@ -10,7 +10,7 @@ Message sequence::
       ◄──────────────────────────── Welcome      or Refused, with the reason
       Lookup(keys) ───────────────────────►
       ◄──────────── Granted(grant, offsets)      immediately; the leading ``ready`` chunks may be read
-      Await(grant, chunks) ───────────────►      only if some are still being promoted
+      Await(grant, chunks, codec) ────────►      only if some are still being promoted, or are to be encoded
       ◄───────────────────────── Readable        when they are, or never will be
                  the transport reads
       Release(grant, chunks) ─────────────►
@@ -53,6 +53,7 @@ from typing import Literal
 
 import msgspec
 
+from kvtier.memory.header import IDENTITY
 from kvtier.rpc.frames import Message, Ping, Pong, Refused, Reply, Request, decoder
 
 VERSION = 7
@@ -89,6 +90,8 @@ class Welcome(Message, frozen=True, array_like=True, tag=2):
     """Argument of that transport's ``connect``."""
     lease: float
     """Lifetime of a grant in seconds."""
+    codec: int = IDENTITY
+    """The code of the codec in which chunks may be requested."""
 
 
 class Lookup(Request, frozen=True, array_like=True, tag=10):
@@ -118,12 +121,16 @@ class Await(Request, frozen=True, array_like=True, tag=12):
 
     grant: int
     chunks: list[int]
+    codec: int = IDENTITY
+    """The codec of :class:`Welcome`, to have them encoded."""
 
 
 class Readable(Reply, frozen=True, array_like=True, tag=13):
     """Response to :class:`Await`: whether each may be read now; if not, it never will."""
 
     readable: list[bool]
+    encoded: list[tuple[int, int]] = msgspec.field(default_factory=list)
+    """If any was encoded: the offset and the length of each as it is now; 0 and 0 for those as they were."""
 
 
 class Release(Request, frozen=True, array_like=True, tag=14):

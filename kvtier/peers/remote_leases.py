@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from kvtier.errors import ProtocolError
+from kvtier.memory.header import OBJECT_ALIGNMENT
 from kvtier.memory.keys import ChunkKey
 from kvtier.peers.protocol import NO_GRANT
 from kvtier.transports.base import RemoteSpan
@@ -32,11 +33,20 @@ class RemoteLease:
     """Whether it may be read now; otherwise the peer is still promoting it to memory."""
     ends: float
     """When it stops being usable, on the clock of :func:`time.monotonic`."""
+    encoded: RemoteSpan | None = None
+    """Where it is encoded in the peer's memory, instead of there."""
 
     @property
     def span(self) -> RemoteSpan:
         """Where its bytes are in the peer's memory."""
-        return RemoteSpan(self.grant, self.offset, self.length)
+        return self.encoded or RemoteSpan(self.grant, self.offset, self.length)
+
+    def note_encoded(self, offset: int, length: int) -> None:
+        """Record where it is encoded. Raises :class:`ProtocolError` for what no codec makes of it."""
+        is_object = 0 < length < self.length and length % OBJECT_ALIGNMENT == 0
+        if not is_object or not 0 <= offset <= MAX_NUMBER - length:
+            raise ProtocolError("the peer's encoded chunk has an invalid offset or length")
+        self.encoded = RemoteSpan(self.grant, offset, length)
 
 
 class RemoteLeases:

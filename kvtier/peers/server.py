@@ -16,8 +16,10 @@ from kvtier.cache import TieredCache
 from kvtier.concurrency.tasks import open_background_tasks
 from kvtier.errors import PeerError, ProtocolError
 from kvtier.logs import RateLimitedLog, printable
+from kvtier.memory.header import IDENTITY
 from kvtier.observability.traces.spans import NO_TRACER, Tracer
 from kvtier.peers.grants import GrantBook
+from kvtier.peers.link_codec import GrantEncoder
 from kvtier.peers.lookup import PeerLookup
 from kvtier.peers.protocol import VERSION, Hello, Welcome, decode_from_client
 from kvtier.peers.reservations import Reservations
@@ -52,9 +54,11 @@ class PeerServer:
         reservations: Reservations,
         instance: str,
         tracer: Tracer = NO_TRACER,
+        encoder: GrantEncoder | None = None,
     ) -> None:
         """Load the certificates. Raises :class:`kvtier.errors.SettingsError`."""
         self._tracer = tracer
+        self._encoder = encoder
         self._settings = settings
         self._transport = transport
         self._grants = grants
@@ -220,6 +224,7 @@ class PeerServer:
             self._reservations,
             self._requests,
             self._tracer,
+            self._encoder,
         )
         error = await session.serve()
         if isinstance(error, ProtocolError):
@@ -246,7 +251,8 @@ class PeerServer:
 
     def _welcome(self) -> Welcome:
         name = self._settings.transport["type"]
-        return Welcome(VERSION, self._instance, name, self._transport.endpoint, self._settings.lease)
+        code = IDENTITY if self._encoder is None else self._encoder.code
+        return Welcome(VERSION, self._instance, name, self._transport.endpoint, self._settings.lease, code)
 
     def _note_refusal(self, peer: str, reason: str, detail: str) -> None:
         self._refused[reason] += 1

@@ -18,6 +18,7 @@ from kvtier.memory.keys import split_keys
 from kvtier.observability.traces.spans import NO_TRACER, Tracer, child, following
 from kvtier.peers import protocol
 from kvtier.peers.grants import GrantBook
+from kvtier.peers.link_codec import GrantEncoder
 from kvtier.peers.lookup import PeerLookup, PendingGrant
 from kvtier.peers.reservations import Reservations
 from kvtier.rpc.endpoint import Endpoint
@@ -44,14 +45,16 @@ class Session:
         reservations: Reservations,
         counts: Counter[str],
         tracer: Tracer = NO_TRACER,
+        encoder: GrantEncoder | None = None,
     ) -> None:
-        """``counts``: counts the requests by type."""
+        """``counts``: counts the requests by type. ``encoder``: encodes for peers that ask for it."""
         self._endpoint = Endpoint(wire, protocol.decode_from_client, idle_timeout=IDLE_TIMEOUT_SECONDS)
         self._lookup = lookup
         self._grants = grants
         self._reservations = reservations
         self._counts = counts
         self._tracer = tracer
+        self._encoder = encoder
         self._commits = anyio.Semaphore(MAX_COMMITS)
         self._awaits = 0
         self._tasks: TaskGroup
@@ -184,8 +187,13 @@ class Session:
             if grant is not None and grant.until_ready is not None:
                 await grant.until_ready(request.chunks)
                 grant = self._grants.find(self, request.grant)
+            if grant is not None and self._encoder is not None and request.codec == self._encoder.code:
+                await self._encoder.encode(grant, request.chunks)
+                grant = self._grants.find(self, request.grant)
             readable = [grant is not None and grant.is_accessible(index) for index in request.chunks]
-            self._endpoint.send_or_end(protocol.Readable(request.ticket, readable))
+            places = grant.encoded if grant is not None else {}
+            encoded = [places.get(index, (0, 0)) for index in request.chunks] if places else []
+            self._endpoint.send_or_end(protocol.Readable(request.ticket, readable, encoded))
         finally:
             self._awaits -= 1
 

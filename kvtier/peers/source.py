@@ -13,6 +13,7 @@ from anyio import CancelScope
 
 from kvtier.backends.base import Outcome
 from kvtier.errors import ChannelClosed, ChannelError, ProtocolError
+from kvtier.memory.header import IDENTITY
 from kvtier.memory.keys import ChunkKey, join_keys
 from kvtier.observability.traces.spans import current
 from kvtier.peers.dialing import ControlConnection, PeerDialer
@@ -159,13 +160,23 @@ class Source:
             lambda contained, _wanted: expect_length(contained.held, len(keys)),
         ).reply()
 
-    async def readable(self, leases: Sequence[RemoteLease]) -> set[RemoteLease]:
-        """Wait until the peer has these chunks in memory. Return those that became readable."""
+    async def readable(self, leases: Sequence[RemoteLease], codec: int = IDENTITY) -> set[RemoteLease]:
+        """Wait until the peer has these chunks in memory. Return those that became readable.
+
+        With a ``codec``, the peer encodes them, unless that would make one hardly smaller.
+        """
+
+        def settle(group: Sequence[RemoteLease], answer: Readable, _wanted: bool) -> list[bool]:
+            if answer.encoded and codec == IDENTITY:
+                raise ProtocolError("the peer has encoded chunks that were requested as they are")
+            encoded = expect_length(answer.encoded or [(0, 0)] * len(group), len(group))
+            for lease, (offset, length) in zip(group, encoded, strict=True):
+                if length:
+                    lease.note_encoded(offset, length)
+            return expect_length(answer.readable, len(group))
+
         replies = await self.ask_each_grant(
-            leases,
-            lambda _group: Await,
-            Readable,
-            lambda group, answer, _wanted: expect_length(answer.readable, len(group)),
+            leases, lambda _group: partial(Await, codec=codec), Readable, settle
         )
         return {lease for group, ready in replies for lease, ok in zip(group, ready, strict=True) if ok}
 

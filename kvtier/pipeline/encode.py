@@ -75,7 +75,7 @@ class EncodeStage:
         await anyio.sleep(DENSE_PAUSE_SECONDS)
 
     def _pays(self, tier: Tier) -> bool:
-        return tier.choice is None or tier.choice.encodes
+        return tier.choice is None or bool(tier.choice.encodes)
 
     def _is_idle(self, tier: Tier) -> bool:
         busy = os.getloadavg()[0] >= BUSY_LOAD * (os.cpu_count() or 1)

@@ -1,4 +1,4 @@
-"""Decides by measurement whether a tier with ``codec: auto`` encodes."""
+"""Decides by measurement whether a tier, or a link to a peer, with ``codec: auto`` encodes."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from statistics import median
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from kvtier.tiers.batches import BATCH_BYTES
 from kvtier.tiers.throughput import Throughput
@@ -20,6 +20,20 @@ WORTHWHILE_IF_FULL = 0.5
 """In a tier that evicts, a chunk that has no room costs a prefill: reads may take twice as long."""
 
 
+class Choice(Protocol):
+    """What is decided, for display."""
+
+    @property
+    def encodes(self) -> float:
+        """Whether it encodes now, from 0 to 1."""
+        ...
+
+    @property
+    def gain(self) -> float | None:
+        """How many times as fast encoded chunks are read; ``None`` if unknown."""
+        ...
+
+
 class _Trial(NamedTuple):
     """A batch that was encoded, and decoded again."""
 
@@ -27,7 +41,7 @@ class _Trial(NamedTuple):
     chunk_bytes: int
     stored_bytes: int
     seconds: float
-    """Of decoding."""
+    """Of decoding, and for a link also of encoding."""
 
 
 class CodecChoice:
@@ -39,13 +53,21 @@ class CodecChoice:
     """
 
     def __init__(
-        self, is_full: Callable[[], bool], min_gain: float, *, clock: Callable[[], float] = time.monotonic
+        self,
+        is_full: Callable[[], bool],
+        min_gain: float,
+        *,
+        reads: Throughput | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """``is_full``: whether the tier evicts. ``min_gain``: the part of the bytes that it must save."""
+        """``is_full``: whether the tier evicts. ``min_gain``: the part of the bytes that it must save.
+
+        ``reads``: measures the medium, if that is done anyway.
+        """
         self._is_full = is_full
         self._min_gain = min_gain
         self._clock = clock
-        self.reads = Throughput(BATCH_BYTES, max_age=TRIAL_SECONDS, clock=clock)
+        self.reads = reads or Throughput(BATCH_BYTES, max_age=TRIAL_SECONDS, clock=clock)
         self.writes = Throughput(BATCH_BYTES, max_age=TRIAL_SECONDS, clock=clock)
         self._trials: deque[_Trial] = deque(maxlen=TRIALS)
         self._encodes = True
@@ -57,7 +79,7 @@ class CodecChoice:
         return self._clock() - oldest >= TRIAL_SECONDS
 
     def tried(self, chunk_bytes: int, stored_bytes: int, seconds: float) -> None:
-        """Record a batch: its length, its length when encoded, and the seconds to decode that."""
+        """Record a batch: its length, its length when encoded, and the seconds that its readers wait."""
         self._trials.append(_Trial(self._clock(), chunk_bytes, stored_bytes, seconds))
 
     @property

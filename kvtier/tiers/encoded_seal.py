@@ -102,6 +102,8 @@ class Encoder:
         self.measured = codecs.measured
         self.known = {IDENTITY: _IDENTITY, **codecs.known, codecs.own.code: codecs.own}
         """The codecs that payloads can be decoded with, by code."""
+        self.code = codecs.own.code
+        """That of the codec that it encodes with."""
         self.has_codec = codecs.own.code != IDENTITY
         """Whether it may make chunks smaller."""
         self._codec = codecs.own
@@ -248,7 +250,7 @@ def _payload(chunk: memoryview, length: int) -> memoryview:
 
 @dataclass
 class Written:
-    """What a tier with a codec or encryption has written since it was opened."""
+    """What a tier with a codec or encryption has written, or peers have sent, since it was opened."""
 
     chunk_bytes: int = 0
     """Before encoding."""
@@ -422,7 +424,7 @@ class EncodedSeal(Seal):
             places = dict(zip(encoded, buffers, strict=True))
             reads = [(key, view, places.get(at)) for at, (key, view) in enumerate(items)]
             found = await self._read([(key, view if place is None else place) for key, view, place in reads])
-            return await self._checked(reads, found, self._decode, parts=HASHED_AT_ONCE)
+            return await self.checked(reads, found, self._decode, parts=HASHED_AT_ONCE)
 
     async def _lengths(self, items: Sequence[GetItem]) -> list[int]:
         """Return the length of each object in the medium. A shared pool is asked: others write to it, too."""

@@ -14,7 +14,7 @@ from kvtier.settings import LocalTierSettings, TierSettings
 from kvtier.tiers.batches import BATCH_BYTES
 
 if TYPE_CHECKING:
-    from kvtier.tiers.codec_choice import CodecChoice
+    from kvtier.tiers.codec_choice import Choice
     from kvtier.tiers.encoded_seal import Written
 
 MAX_TRACKED_CHUNKS = 1_000_000
@@ -34,10 +34,10 @@ class Level:
     """What host memory and the tiers below it have in common. The order is that of the settings."""
 
     written: Written | None = None
-    """What was written here, before and after encoding; ``None`` without a codec and encryption."""
+    """What was written here, or came from peers, before and after encoding; ``None`` if it is as it is."""
     densest: set[ChunkKey] | None = None
     """The chunks here that no codec makes smaller; ``None`` unless there is a denser one than the tier's."""
-    choice: CodecChoice | None = None
+    choice: Choice | None = None
     """What decides whether it encodes; ``None`` without ``codec: auto``."""
 
     def __init__(self, index: int, settings: TierSettings, catalog: Catalog) -> None:

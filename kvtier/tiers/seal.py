@@ -114,12 +114,12 @@ class Seal:
         if not self._verify:
             return [Outcome.OK if outcome is Outcome.VERIFIED else outcome for outcome in found]
         at_once = Outcome.OK not in found and len(found) <= HEADERS_AT_ONCE
-        return await self._checked(items, found, _verify, parts=0 if at_once else 1)
+        return await self.checked(items, found, _verify, parts=0 if at_once else 1)
 
     async def _read(self, items: Sequence[GetItem]) -> Sequence[Outcome]:
         return await self._backend.get(items)
 
-    async def _checked(
+    async def checked(
         self,
         items: Sequence[ItemT],
         found: Sequence[Outcome],

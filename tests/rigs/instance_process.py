@@ -6,6 +6,7 @@ network.
 
 from __future__ import annotations
 
+import itertools
 import signal
 import subprocess
 import time
@@ -20,8 +21,9 @@ import anyio.to_thread
 from kvtier import Settings
 from kvtier.catalog.catalog import State
 from kvtier.instance import Instance
-from kvtier.memory.header import HEADER_BYTES, ChunkHeader, object_bytes
+from kvtier.memory.header import HEADER_BYTES, ChunkHeader, StoredHeader, object_bytes
 from kvtier.memory.keys import ChunkKey
+from kvtier.peers.link_codec import GrantEncoder
 from kvtier.peers.source import Read, Source
 from kvtier.pipeline.found import FoundPrefix
 from kvtier.pipeline.query import Expected, Query
@@ -35,6 +37,8 @@ MODULE = "tests.rigs.instance_process"
 SECRET = "what the processes of these tests know"
 NAMESPACE = bytes(32)
 CAPACITY = 256 << 20
+EXPONENTS = bytes(value & 0x83 | 0x3C for value in range(256))
+"""Makes of any byte the upper one of a value of bfloat16, with one of four exponents."""
 
 
 def payload_of(key: ChunkKey, length: int) -> bytes:
@@ -43,19 +47,30 @@ def payload_of(key: ChunkKey, length: int) -> bytes:
     return (pattern * (-(-length // len(pattern))))[:length]
 
 
-def store(instance: Instance, numbers: Sequence[int], payload: int) -> None:
+def values_of(key: ChunkKey, length: int) -> bytes:
+    """Values of bfloat16 of similar magnitude, unique to this chunk: a codec makes them smaller."""
+    pattern = bytearray(noise(b"values" + key, min(length, 1 << 18) + 1))
+    pattern[1::2] = pattern[1::2].translate(EXPONENTS)
+    return bytes(pattern * (length // len(pattern) + 1))[:length]
+
+
+CONTENTS = {"noise": payload_of, "values": values_of}
+"""What the chunks contain, by name."""
+
+
+def store(instance: Instance, numbers: Sequence[int], payload: int, contents: str = "noise") -> None:
     """Store chunks in memory, as an engine does."""
     for number in numbers:
-        instance.cache.commit([filled(instance, number, payload)])
+        instance.cache.commit([filled(instance, number, payload, contents)])
 
 
-def filled(instance: Instance, number: int, payload: int) -> Reservation:
+def filled(instance: Instance, number: int, payload: int, contents: str = "noise") -> Reservation:
     """Reserve room for a chunk, and fill it."""
     key = make_key(number)
     header = ChunkHeader(key, make_key(number - 1), NAMESPACE, payload, key, 37)  # As two block hashes.
     reservation = instance.cache.reserve(header)
     assert reservation is not None, "no room"
-    reservation.lease.view[HEADER_BYTES : HEADER_BYTES + payload] = payload_of(key, payload)
+    reservation.lease.view[HEADER_BYTES : HEADER_BYTES + payload] = CONTENTS[contents](key, payload)
     return reservation
 
 
@@ -76,7 +91,8 @@ class InstanceProcess:
 
     It holds the chunks ``numbers`` of ``payload`` bytes. With ``folder``, memory has room for half of them,
     and a disk tier in that folder holds all. With ``blocks_after``, it blocks in the middle of the batch that
-    it pushes after so many, until :meth:`resume`.
+    it pushes after so many, until :meth:`resume`. ``contents``: see :data:`CONTENTS`. ``spoils``: see
+    :func:`_spoil`.
     """
 
     def __init__(
@@ -87,6 +103,8 @@ class InstanceProcess:
         *,
         capacity: int | None = None,
         blocks_after: int | None = None,
+        contents: str = "noise",
+        spoils: str = "",
         **peer: Any,
     ) -> None:
         self.numbers = list(numbers)
@@ -98,6 +116,8 @@ class InstanceProcess:
             "folder": folder,
             "peer": peer,
             "blocks_after": blocks_after,
+            "contents": contents,
+            "spoils": spoils,
         }
         self._process: CommandProcess | None = None
 
@@ -178,8 +198,13 @@ class Commands(LeakCheck):
         capacity: int = CAPACITY,
         folder: str | None = None,
         blocks_after: int | None = None,
+        contents: str = "noise",
+        spoils: str = "",
     ) -> int:
         """Open the instance; return its port."""
+        self._contents = contents
+        if spoils:
+            _spoil(spoils)
         self._resume = anyio.Event() if blocks_after is None else _block_after(blocks_after)
         self._stack = AsyncExitStack()
         settings = settings_of(listen, others, capacity, folder, **peer)
@@ -193,7 +218,7 @@ class Commands(LeakCheck):
         del self._instance
 
     async def store(self, numbers: Sequence[int], payload: int, *, drains: bool = False) -> None:
-        store(self._instance, numbers, payload)
+        store(self._instance, numbers, payload, self._contents)
         if drains:
             await self._instance.cache.drain(60)
 
@@ -284,6 +309,30 @@ def _block_after(batches: int) -> anyio.Event:
 
     Source.write_hashed = write  # type: ignore[assignment, method-assign]
     return resume
+
+
+def _spoil(how: str) -> None:
+    """Spoil each chunk that is encoded for a peer.
+
+    ``flip AT...``: a bit of the byte there, from the end if it is negative, of each chunk another one.
+    ``length BY``: tell another length. ``codec CODE``: name another codec.
+    """
+    encode = GrantEncoder._encode
+    name, *numbers = how.split()
+    in_turn = itertools.cycle(map(int, numbers))
+
+    def spoiled(self: GrantEncoder, work: Any) -> int:
+        length, memory, number = encode(self, work), work[3].view, next(in_turn)
+        if name == "flip":
+            stored = StoredHeader.parse(memory)
+            last = HEADER_BYTES + stored.stored_bytes
+            memory[number % last] ^= 0x10
+        elif name == "codec":
+            stored = StoredHeader.parse(memory)
+            StoredHeader.seal(memory, stored.chunk, number, stored.stored_bytes, checksum=True)
+        return length + number if name == "length" else length
+
+    GrantEncoder._encode = spoiled  # type: ignore[method-assign]
 
 
 if __name__ == "__main__":
