@@ -1,4 +1,4 @@
-"""Compare reading from a pool behind a slow link with and without the codec `lossless`.
+"""Compare reading from a pool and from a peer behind a slow link with and without the codec `lossless`.
 
 ::
 
@@ -7,20 +7,23 @@
 
 A Redis runs in a namespace of its own, behind a link that is limited in both directions. One cache stores
 prompts, others that start empty retrieve one each, in turns with and without the codec: what a first token
-waits for on another host. The KV is that of benchmarks.codecs.
+waits for on another host. Then a peer takes the place of the Redis, and instances fetch a prompt from it in
+turns, also with `codec: auto`. The KV is that of benchmarks.codecs.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import shlex
 import statistics
 import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AsyncExitStack, contextmanager
 from typing import Any
 
 import anyio
@@ -28,6 +31,7 @@ import torch
 
 from benchmarks.codecs import blocks_of, kv_of, trained_model
 from benchmarks.common import MIB, parse, show
+from benchmarks.peers_process import SECRET, opened
 from kvtier import Settings, TieredCache
 from kvtier.testing.servers import free_port
 
@@ -58,12 +62,18 @@ def main() -> None:
     ]
     columns = ("", "without, ms", "lossless, ms", "times as fast", "range")
     show(f"{len(kv) // MIB} MiB of KV to and from Redis behind a link", columns, rows)
+    fetches = [
+        (f"{rate:g} Gb/s, fetched", *anyio.run(measure_fetches, rate, kv, options.runs))
+        for rate in options.rate
+    ]
+    columns = (*columns, "auto, ms", "auto encodes")
+    show(f"{len(kv) // MIB} MiB of KV from a peer behind a link", columns, fetches)
 
 
 async def measure(rate: float, kv: bytes, runs: int) -> dict[str, tuple[float, float, float, str]]:
     """Return the figures of storing and of retrieving."""
     seconds: dict[tuple[str, str], list[float]] = {}
-    with server_behind(rate) as pool:
+    with link(rate) as inside, redis_at(inside) as pool:
         for turn in range(runs + 1):
             for codec in CODECS:
                 settings = [pool | {"codec": codec, "prefix": f"{codec}-{turn}:"}]
@@ -73,6 +83,51 @@ async def measure(rate: float, kv: bytes, runs: int) -> dict[str, tuple[float, f
                     seconds.setdefault(("stored", codec), []).append(stored)
                     seconds.setdefault(("retrieved", codec), []).append(found)
     return {verb: compared(*(seconds[verb, codec] for codec in CODECS)) for verb in ("stored", "retrieved")}
+
+
+async def measure_fetches(rate: float, kv: bytes, runs: int) -> tuple[float, float, float, str, float, str]:
+    """Return the figures of fetching from a peer: those of :func:`compared`, and those of ``codec: auto``."""
+    seconds: dict[str, list[float]] = {codec: [] for codec in (*CODECS, "auto")}
+    async with AsyncExitStack() as stack:
+        peer = stack.enter_context(peer_at(stack.enter_context(link(rate)), kv))
+        readers = {
+            codec: await stack.enter_async_context(opened(settings_of(len(kv), codec, others=[peer])))
+            for codec in seconds
+        }
+        await anyio.sleep(1)
+        for turn in range(runs + 1):
+            for codec, reader in readers.items():
+                took = await fetched(reader.cache, kv)
+                if turn:
+                    seconds[codec].append(took)
+        [status] = readers["auto"].status()["peers"]
+    auto = 1000 * statistics.median(seconds["auto"])
+    encodes = "yes" if status["encodes"] else "no"
+    return (*compared(*(seconds[codec] for codec in CODECS)), auto, encodes)
+
+
+async def fetched(cache: TieredCache, kv: bytes) -> float:
+    """Return the seconds until a cache has the KV in its memory. Removes it afterwards."""
+    model, tokens, out = (
+        cache.model("llama", token_bytes=TOKEN_BYTES),
+        list(range(TOKENS)),
+        bytearray(len(kv)),
+    )
+    began = time.perf_counter()
+    assert await model.retrieve(tokens, out) == TOKENS
+    took = time.perf_counter() - began
+    assert out == kv
+    await model.clear(tokens)
+    return took
+
+
+def settings_of(kv_bytes: int, codec: str, **peer: object) -> dict[str, Any]:
+    limits = {"share": 1, "timeout": 5, "lease": 60, "transport": {"type": "tcp", "deadline": 60}}
+    return {
+        "tiers": [{"name": "ram", "type": "cpu", "capacity": 4 * kv_bytes}],
+        "prefetch": {"policy": "wait"},
+        "peer": {"secret": SECRET, "codec": codec, **limits, **peer},
+    }
 
 
 def compared(without: list[float], encoded: list[float]) -> tuple[float, float, float, str]:
@@ -104,32 +159,53 @@ async def timed(pools: list[dict[str, Any]], kv: bytes, *, stores: bool) -> floa
 
 
 @contextmanager
-def server_behind(rate: float) -> Iterator[dict[str, Any]]:
-    """Yield the settings of a Redis behind a link with ``rate`` Gb/s in each direction."""
-    name, port = f"kvtier-{os.getpid()}", free_port()
+def link(rate: float) -> Iterator[str]:
+    """Yield what runs a command in a namespace behind a link with ``rate`` Gb/s in each direction."""
+    name = f"kvtier-{os.getpid()}"
     inside = f"ip netns exec {name}"
     limit = f"root tbf rate {rate * 1000:.0f}mbit burst {max(256, rate * 1000):.0f}kb latency 50ms"
+    run(f"ip netns add {name}")
+    try:
+        run(f"ip link add kvt0 type veth peer name kvt1 netns {name}")
+        run(f"ip addr add {HERE}/24 dev kvt0")
+        run(f"{inside} ip addr add {THERE}/24 dev kvt1")
+        run("ip link set kvt0 up")
+        run(f"{inside} ip link set kvt1 up")
+        run(f"tc qdisc add dev kvt0 {limit}")
+        run(f"{inside} tc qdisc add dev kvt1 {limit}")
+        yield inside
+    finally:
+        run(f"ip netns del {name}")
+
+
+@contextmanager
+def redis_at(inside: str) -> Iterator[dict[str, Any]]:
+    """Yield the settings of a Redis in a namespace."""
+    port = free_port()
     with tempfile.TemporaryDirectory() as folder:
-        run(f"ip netns add {name}")
-        try:
-            run(f"ip link add kvt0 type veth peer name kvt1 netns {name}")
-            run(f"ip addr add {HERE}/24 dev kvt0")
-            run(f"{inside} ip addr add {THERE}/24 dev kvt1")
-            run("ip link set kvt0 up")
-            run(f"{inside} ip link set kvt1 up")
-            run(f"tc qdisc add dev kvt0 {limit}")
-            run(f"{inside} tc qdisc add dev kvt1 {limit}")
-            options = (
-                f"--bind {THERE} --port {port} --protected-mode no --save '' --appendonly no --dir {folder}"
-            )
-            with subprocess.Popen(shlex.split(f"{inside} redis-server {options} --logfile log")) as server:
-                try:
-                    time.sleep(0.5)
-                    yield {"name": "pool", "type": "redis", "url": f"redis://{THERE}:{port}", "deadline": 60}
-                finally:
-                    server.terminate()
-        finally:
-            run(f"ip netns del {name}")
+        options = f"--bind {THERE} --port {port} --protected-mode no --save '' --appendonly no --dir {folder}"
+        with subprocess.Popen(shlex.split(f"{inside} redis-server {options} --logfile log")) as server:
+            try:
+                time.sleep(0.5)
+                yield {"name": "pool", "type": "redis", "url": f"redis://{THERE}:{port}", "deadline": 60}
+            finally:
+                server.terminate()
+
+
+@contextmanager
+def peer_at(inside: str, kv: bytes) -> Iterator[str]:
+    """Yield the address of an instance in a namespace that holds the KV."""
+    address = f"{THERE}:{free_port()}"
+    command = [*shlex.split(inside), sys.executable, "-m", "benchmarks.codec_links_peer"]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        line = json.dumps([settings_of(len(kv), "lossless", listen=address), TOKENS, TOKEN_BYTES])
+        process.stdin.write(line.encode() + b"\n" + kv)
+        process.stdin.flush()
+        assert process.stdout.readline(), "the peer has failed"
+        yield address
+        process.stdin.close()  # Which ends it.
 
 
 def run(command: str) -> None:
