@@ -133,7 +133,7 @@ class Instance:
         cls, name: str, settings: Settings, plugins: Plugins, tracer: Tracer
     ) -> AsyncIterator[Instance]:
         # Imported here, so that an instance without peers does not pay for the import.
-        from kvtier.peers.backend import PeersBackend
+        from kvtier.peers.backend import LinkChoices, PeersBackend
         from kvtier.peers.grants import GrantBook
         from kvtier.peers.kv_transfer import KVTransfers
         from kvtier.peers.link_codec import GrantEncoder, LinkDecoder
@@ -164,6 +164,7 @@ class Instance:
             write="never",
             deadline=transport_settings.deadline,
             concurrency=CALLS_IN_FLIGHT,
+            codec=settings.peer.codec,
         )
         # KV transfers to a peer need neither peer.others nor a tier for the peers.
         peers = PeersBackend(tier, settings.peer, credentials, transport, name)
@@ -188,7 +189,9 @@ class Instance:
             if encoder is not None and fetches:
                 level = cache.lower[-1]
                 decoder = LinkDecoder(encoder, level.seal)
-                level.written, level.choice = decoder.written, peers.choice
+                level.written = decoder.written
+                if encoder.measured:
+                    level.choice = LinkChoices(peers)
             peers.connect(decoder)
             nixl = server = None
             if transfer.device == "cuda":

@@ -177,6 +177,8 @@ class Plugins:
 
         Raises a :class:`pydantic.ValidationError` if the codec's settings are invalid.
         """
+        if not can_be_encoded(type(backend)):
+            return None
         is_plain = tier.codec["type"] == IDENTITY and tier.encrypt is None
         if is_plain and (not isinstance(tier, LocalTierSettings) or is_memory(type(backend))):
             return None

@@ -525,9 +525,9 @@ class Catalog:
         return self._used[tier]
 
     def ratio(self, tier: int) -> float | None:
-        """Return how many times fewer bytes a tier has than before encoding; ``None`` without chunks."""
-        used = self._used[tier]
-        return (used + self._saved[tier]) / used if used else None
+        """Return how many times fewer bytes a tier has than before encoding; ``None`` if unknown."""
+        used, is_known = self._used[tier], self._of_tier[tier] is not self.columns
+        return (used + self._saved[tier]) / used if used and is_known else None
 
     def count(self, tier: int) -> int:
         """Return the number of chunks in a tier, READY or PENDING."""

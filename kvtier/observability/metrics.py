@@ -165,17 +165,17 @@ class CacheMetrics(Collector):
         yield gauge("tier_used_bytes", text, by_tier(lambda tier: tier.used_bytes), "tier")
         text = "Chunks in a tier according to the catalog."
         yield gauge("tier_chunks", text, by_tier(lambda tier: tier.count), "tier")
-        text = "Bytes written to a tier with a codec, before encoding."
+        text = "Bytes written to a tier with a codec, or fetched from peers with one, before encoding."
         written = [((tier.name,), tier.written) for tier in tiers if tier.written is not None]
         before = [(name, of.chunk_bytes) for name, of in written]
         yield counter("tier_encoded_bytes", text, before, "tier")
-        text = "The same, as they were stored."
+        text = "The same, as they were stored or sent."
         after = [(name, of.stored_bytes) for name, of in written]
         yield counter("tier_encoded_stored_bytes", text, after, "tier")
-        text = "Whether a tier with `codec: auto` encodes what is written now."
+        text = "With `codec: auto`, whether a tier encodes what is written now; of peers, the part that does."
         chosen = [((tier.name,), tier.choice) for tier in tiers if tier.choice is not None]
         yield gauge("tier_encodes", text, [(name, choice.encodes) for name, choice in chosen], "tier")
-        text = "How many times as fast it reads encoded chunks as others, as measured."
+        text = "How many times as fast encoded chunks are read from there as others, as measured."
         gains = [(name, choice.gain) for name, choice in chosen if choice.gain is not None]
         yield gauge("tier_codec_gain", text, gains, "tier")
         text = "0 while a tier's circuit breaker is open."

@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequenc
 from contextlib import asynccontextmanager
 from functools import partial
 from itertools import islice
+from statistics import mean, median
 from typing import Any, NamedTuple, Protocol
 
 import anyio
@@ -23,7 +24,7 @@ from kvtier.memory.keys import ChunkKey
 from kvtier.peers.client import PeerClient, drop_leases
 from kvtier.peers.dialing import CONNECT_SECONDS, CONNECT_THREADS
 from kvtier.peers.fetch import Fetch
-from kvtier.peers.link_codec import LinkChoices, LinkDecoder
+from kvtier.peers.link_codec import LinkDecoder
 from kvtier.peers.roster import IDLE_SECONDS, Roster
 from kvtier.peers.source import Source
 from kvtier.plugins import AUTO
@@ -181,7 +182,6 @@ class PeersBackend(Backend, SupportsPrefix):
     ) -> None:
         """``idle``: seconds after which an unused temporary peer is disconnected."""
         self._deadline = settings.deadline
-        self._measured = peer.codec["type"] == AUTO
         self._lookup_timeout = peer.timeout
         self._threads = WorkerThreads(CONNECT_THREADS)
         self._temporary_threads = WorkerThreads(TEMPORARY_CONNECT_THREADS)
@@ -192,7 +192,7 @@ class PeersBackend(Backend, SupportsPrefix):
             transport_name=peer.transport["type"],
             instance=instance,
             deadline=settings.deadline,
-            measured=self._measured,
+            measured=peer.codec["type"] == AUTO,
         )
         configured = [make(address, threads=self._threads) for address in dict.fromkeys(peer.others)]
         self._roster = Roster(
@@ -208,13 +208,6 @@ class PeersBackend(Backend, SupportsPrefix):
     def clients(self) -> list[PeerClient]:
         """All current peers, configured ones first."""
         return self._roster.clients
-
-    @property
-    def choice(self) -> LinkChoices | None:
-        """What ``codec: auto`` has decided; ``None`` without it."""
-        if not self._measured:
-            return None
-        return LinkChoices(lambda: [peer.choice for peer in self.clients if peer.choice])
 
     def set_directory(self, directory: Directory | None) -> None:
         """Query this directory in every lookup from now on; ``None`` removes it."""
@@ -401,3 +394,22 @@ class PeersBackend(Backend, SupportsPrefix):
             for client in self._roster.clients if clients is None else clients:
                 for start in range(0, len(keys), KEYS_PER_REQUEST):
                     tasks.start_soon(query, client, start, keys[start : start + KEYS_PER_REQUEST])
+
+
+class LinkChoices:
+    """What was decided with ``codec: auto`` for the peers of a backend, each for itself."""
+
+    def __init__(self, peers: PeersBackend) -> None:
+        self._peers = peers
+
+    @property
+    def encodes(self) -> float:
+        """The part of the peers from which chunks are requested encoded."""
+        return mean([client.choice.encodes for client in self._peers.clients if client.choice] or [0])
+
+    @property
+    def gain(self) -> float | None:
+        """The middle one of the gains that are known."""
+        choices = [client.choice for client in self._peers.clients if client.choice]
+        gains = [gain for choice in choices if (gain := choice.gain) is not None]
+        return median(gains) if gains else None

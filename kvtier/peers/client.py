@@ -165,9 +165,8 @@ class PeerClient:
 
     def codec(self, source: Source) -> int:
         """Return the code of the codec in which to request chunks from it now."""
-        choice = self.choice
-        pays = choice is None or choice.needs_trial or choice.encodes
-        return IDENTITY if source.one_sided or not pays else source.welcome.codec
+        pays = self.choice is None or self.choice.needs_trial or self.choice.encodes
+        return source.welcome.codec if pays else IDENTITY
 
     def record_reads(self, *, failed: bool) -> None:
         """Record the outcome of a batch of reads."""

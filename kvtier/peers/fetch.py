@@ -192,7 +192,7 @@ class Fetch:
         self._settle(batch, list(outcomes.values()))
 
     async def _transferred(self, batch: Sequence[_Taken]) -> Sequence[Outcome]:
-        """Read chunks to their targets, and measure that."""
+        """Read chunks to their targets, and measure the link by the bytes that it moves."""
         source, throughput = batch[0].source, batch[0].client.throughput
         length, moved = sum(len(taken.target) for taken in batch), 0
         throughput.begin(length)

@@ -191,9 +191,15 @@ class GrantBook:
             grant.checksums[span.offset] = span.length, checksum
 
     def replace(self, grant: Grant, index: int, lease: Lease, length: int) -> None:
-        """Grant an encoded copy of a chunk, of this length, instead of it, unless it was released since."""
+        """Grant an encoded copy of a chunk, of this length, instead of it.
+
+        Not if the chunk was released since, or the copy exceeds the limit, as others read the chunk itself.
+        """
         plain = grant.leases[index]
         if plain is None or index in grant.encoded:
+            return
+        freed = plain.length if self._refcounts[plain.offset] == 1 else 0
+        if self.granted_bytes - freed + lease.length > self.limit:
             return
         grant.leases[index], grant.encoded[index], grant._starts = lease.share(), (lease.offset, length), None
         self._refcounts[lease.offset] = 1

@@ -6,8 +6,7 @@ decoding take: see :mod:`kvtier.tiers.codec_choice`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from statistics import median
+from collections.abc import Sequence
 
 import anyio
 
@@ -20,7 +19,6 @@ from kvtier.memory.keys import ChunkKey
 from kvtier.memory.slices import Lease
 from kvtier.peers.grants import Grant, GrantBook
 from kvtier.tiers.batches import IN_FLIGHT
-from kvtier.tiers.codec_choice import CodecChoice
 from kvtier.tiers.encoded_seal import Encoder, Written
 from kvtier.tiers.seal import HEADERS_AT_ONCE, Seal
 from kvtier.tiers.sealer import HASHED_AT_ONCE
@@ -114,22 +112,3 @@ class LinkDecoder:
     def _decode(self, read: EncodedRead, hashed: bool) -> None:
         key, chunk, encoded = read
         self._encoder.decode(key, encoded, chunk, hashed=hashed)
-
-
-class LinkChoices:
-    """What was decided for each link with ``codec: auto``, together."""
-
-    def __init__(self, choices: Callable[[], Sequence[CodecChoice]]) -> None:
-        self._choices = choices
-
-    @property
-    def encodes(self) -> float:
-        """The part of the links that encode."""
-        choices = self._choices()
-        return sum(choice.encodes for choice in choices) / max(len(choices), 1)
-
-    @property
-    def gain(self) -> float | None:
-        """The middle one of the gains that are known."""
-        gains = [gain for choice in self._choices() if (gain := choice.gain) is not None]
-        return median(gains) if gains else None

@@ -154,7 +154,7 @@ class PeerSettings(SettingsModel):
         examples=["100ms"],
     )
 
-    codec: Choice = Field(
+    codec: Annotated[Choice, NoDecode] = Field(
         default={"type": "identity"},
         description=(
             "Codec of the chunks that peers fetch: `identity` sends them as they are, `lossless` in fewer "

@@ -60,6 +60,15 @@ def span(grant: Grant, chunk: int, start: int = 0, length: int | None = None) ->
     return RemoteSpan(grant.number, lease.offset + start, lease.length if length is None else length)
 
 
+def span_of(grant: Grant, copy: Lease) -> RemoteSpan:
+    return RemoteSpan(grant.number, copy.offset, PAGE_BYTES)
+
+
+def is_held(book: GrantBook, where: RemoteSpan) -> bool:
+    with held(book, where) as lease:
+        return lease is not None
+
+
 def granted(book: GrantBook, leases: list[Lease], access: Access = Access.READ, owner: str = "a") -> Grant:
     grant = book.grant(owner, leases, access)
     assert grant is not None
@@ -157,6 +166,55 @@ def test_release_chunk_by_chunk(book: GrantBook, arena: Arena) -> None:
     assert ended == [1]
     assert book.open == 0
     assert not book.release("a", grant.number, [2])
+
+
+def test_encoded_copy_takes_the_place_of_a_chunk(book: GrantBook, arena: Arena) -> None:
+    grant = granted(book, leased(arena, PAGE_BYTES, PAGE_BYTES))
+    plain = span(grant, 0)
+    assert is_held(book, plain)  # The order of the slices is known before.
+    [copy] = leased(arena, 2 * PAGE_BYTES)
+    book.replace(grant, 0, copy, PAGE_BYTES)
+    [other] = leased(arena, PAGE_BYTES)
+    book.replace(grant, 0, other, PAGE_BYTES)
+    copy.release()
+    other.release()
+    assert grant.encoded == {0: (copy.offset, PAGE_BYTES)}, "it is encoded once"
+    assert (book.granted_bytes, book.slices) == (3 * PAGE_BYTES, 2)
+    assert is_held(book, span_of(grant, copy))
+    assert not is_held(book, plain)
+    assert is_held(book, span(grant, 1)), "the other chunk is as it was"
+    assert book.release("a", grant.number, [0, 1])
+    assert not arena.leases
+
+
+def test_encoded_copies_are_bounded_by_share(book: GrantBook, arena: Arena) -> None:
+    """Each of several peers that read one chunk gets a copy of its own."""
+    [chunk] = leased(arena, 3 * PAGE_BYTES)
+    leases = [chunk, chunk.share(), chunk.share()]
+    grants = [granted(book, [lease], owner=owner) for owner, lease in zip("abc", leases, strict=True)]
+
+    def replaced(grant: Grant) -> bool:
+        [copy] = leased(arena, 3 * PAGE_BYTES)
+        book.replace(grant, 0, copy, PAGE_BYTES)
+        copy.release()
+        assert book.granted_bytes <= book.limit
+        return bool(grant.encoded)
+
+    assert [replaced(grant) for grant in grants] == [True, False, False]
+    book.end("b")
+    assert replaced(grants[2]), "it frees the chunk"
+
+
+def test_released_chunk_is_not_replaced(book: GrantBook, arena: Arena) -> None:
+    grant = granted(book, leased(arena, PAGE_BYTES, PAGE_BYTES))
+    [copy] = leased(arena, PAGE_BYTES)
+    book.release("a", grant.number, [0])
+    book.replace(grant, 0, copy, PAGE_BYTES)
+    assert not is_held(book, span_of(grant, copy))
+    book.end("a")
+    book.replace(grant, 1, copy, PAGE_BYTES)
+    copy.release()
+    assert not arena.leases
 
 
 class Waiting:

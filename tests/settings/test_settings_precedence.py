@@ -53,6 +53,7 @@ EXAMPLES: dict[str, tuple[str, str, Any]] = {
         TLSSettings(certificate=Path("a"), key=Path("b"), authority=Path("c")),
     ),
     "peer.transport": ("{type: nixl}", "nixl", {"type": "nixl"}),
+    "peer.codec": ("{type: auto}", "auto", {"type": "auto"}),
     "peer.lease": ("1m", "60s", 60.0),
     "peer.share": ("0.1", "0.1", 0.1),
     "peer.timeout": ("1s", "1s", 1.0),
