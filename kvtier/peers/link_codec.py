@@ -55,11 +55,11 @@ class GrantEncoder:
         try:
             for index in set(chunks):
                 plain = grant.leases[index] if grant.is_accessible(index) else None
-                if plain is None or index in grant.encoded:
+                if plain is None:
                     continue
                 try:
                     header = ChunkHeader.parse(plain.view)
-                except CorruptChunk:  # The peer finds that out as well, and counts it.
+                except CorruptChunk:  # It is encoded already, or the peer finds out what it is.
                     continue
                 room = self._arena.allocate(self._encoder.max_bytes(header))
                 if room is None:

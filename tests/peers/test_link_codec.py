@@ -336,6 +336,14 @@ async def test_auto_encodes_while_the_link_is_slow(monkeypatch: pytest.MonkeyPat
             assert reader.peer["read_bytes"] == before + TOTAL
             assert metric("tier_encodes") == 0
 
+            seconds_per_byte = 20e-9
+            monkeypatch.setattr(LinkDecoder, "decode", decode)
+            monkeypatch.setattr(codec_choice, "TRIAL_SECONDS", 0.0)
+            for _ in range(9):
+                await reader.cache.clear(keys_of(range(COUNT)))
+                assert await reader.fetch(range(COUNT)) == COUNT
+            assert reader.peer["encodes"] is True
+
 
 async def test_encoded_chunk_that_was_not_requested_ends_the_connection() -> None:
     peer = ScriptedPeer().hold(1)
@@ -349,7 +357,7 @@ async def test_encoded_chunk_that_was_not_requested_ends_the_connection() -> Non
         await until(lambda: "requested as they are" in str(backend.status()[0]["last_error"]))
 
 
-@pytest.mark.parametrize("spoiled", ["writable", "released", "corrupt"])
+@pytest.mark.parametrize("spoiled", ["writable", "released", "corrupt", "no chunk"])
 async def test_what_is_not_a_granted_chunk_is_not_encoded(spoiled: str) -> None:
     plugins = Plugins.load([])
     codecs = plugins.peer_codecs(settings_of(None, [], LENGTH, codec="lossless"))
@@ -359,8 +367,8 @@ async def test_what_is_not_a_granted_chunk_is_not_encoded(spoiled: str) -> None:
     assert lease is not None
     lease.view[HEADER_BYTES:][:PAYLOAD] = CONTENTS["values"](make_key(1), PAYLOAD)
     ChunkHeader(make_key(1), make_key(0), NAMESPACE, PAYLOAD).seal(lease.view)
-    if spoiled == "corrupt":
-        lease.view[HEADER_BYTES + 5] ^= 1
+    if spoiled in ("corrupt", "no chunk"):
+        lease.view[HEADER_BYTES + 5 if spoiled == "corrupt" else 5] ^= 1
     grants = GrantBook(arena, PeerSettings(share=1.0))
     grant = grants.grant("a peer", [lease], Access.WRITE if spoiled == "writable" else Access.READ)
     assert grant is not None
