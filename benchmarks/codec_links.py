@@ -73,7 +73,7 @@ def main() -> None:
 async def measure(rate: float, kv: bytes, runs: int) -> dict[str, tuple[float, float, float, str]]:
     """Return the figures of storing and of retrieving."""
     seconds: dict[tuple[str, str], list[float]] = {}
-    with link(rate) as inside, redis_at(inside) as pool:
+    with server_behind(rate) as pool:
         for turn in range(runs + 1):
             for codec in CODECS:
                 settings = [pool | {"codec": codec, "prefix": f"{codec}-{turn}:"}]
@@ -176,6 +176,13 @@ def link(rate: float) -> Iterator[str]:
         yield inside
     finally:
         run(f"ip netns del {name}")
+
+
+@contextmanager
+def server_behind(rate: float) -> Iterator[dict[str, Any]]:
+    """Yield the settings of a Redis behind a link."""
+    with link(rate) as inside, redis_at(inside) as pool:
+        yield pool
 
 
 @contextmanager
