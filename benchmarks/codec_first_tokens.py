@@ -14,7 +14,6 @@ are stored; when the turn of a set comes again, others have taken its place in m
 from __future__ import annotations
 
 import argparse
-import os
 import statistics
 import sys
 import time
@@ -27,7 +26,7 @@ from typing import Any
 import anyio
 import torch
 
-from benchmarks.codec_links import run, server_behind
+from benchmarks.codec_links import limit, server_behind
 from benchmarks.codecs import corpus, trained_model
 from benchmarks.common import MIB, parse, show
 from benchmarks.compare.systems import Parts, System, kvtier, lmcache, running
@@ -104,13 +103,6 @@ def prompts() -> list[list[int]]:
     """Return the prompts of all sets: text, about half of which the model was not trained on."""
     text = torch.cat(corpus())[-SETS * AT_ONCE * TOKENS :]
     return [[int(token) for token in prompt] for prompt in text.reshape(-1, TOKENS)]
-
-
-def limit(rate: float) -> None:
-    """Change the link of :func:`server_behind`."""
-    bucket = f"root tbf rate {rate * 1000:.0f}mbit burst {max(256, rate * 1000):.0f}kb latency 50ms"
-    run(f"tc qdisc change dev kvt0 {bucket}")
-    run(f"ip netns exec kvtier-{os.getpid()} tc qdisc change dev kvt1 {bucket}")
 
 
 def ask(system: System, number: int) -> list[Completion]:

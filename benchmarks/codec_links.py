@@ -24,7 +24,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import AsyncExitStack, contextmanager
-from typing import Any
+from typing import Any, cast
 
 import anyio
 import torch
@@ -66,8 +66,8 @@ def main() -> None:
         (f"{rate:g} Gb/s, fetched", *anyio.run(measure_fetches, rate, kv, options.runs))
         for rate in options.rate
     ]
-    columns = (*columns, "auto, ms", "auto encodes")
-    show(f"{len(kv) // MIB} MiB of KV from a peer behind a link", columns, fetches)
+    with_auto = (*columns, "auto, ms", "auto encodes")
+    show(f"{len(kv) // MIB} MiB of KV from a peer behind a link", with_auto, fetches)
 
 
 async def measure(rate: float, kv: bytes, runs: int) -> dict[str, tuple[float, float, float, str]]:
@@ -100,7 +100,7 @@ async def measure_fetches(rate: float, kv: bytes, runs: int) -> tuple[float, flo
                 took = await fetched(reader.cache, kv)
                 if turn:
                     seconds[codec].append(took)
-        [status] = readers["auto"].status()["peers"]
+        status = cast("list[dict[str, Any]]", readers["auto"].status()["peers"])[0]
     auto = 1000 * statistics.median(seconds["auto"])
     encodes = "yes" if status["encodes"] else "no"
     return (*compared(*(seconds[codec] for codec in CODECS)), auto, encodes)
@@ -163,7 +163,6 @@ def link(rate: float) -> Iterator[str]:
     """Yield what runs a command in a namespace behind a link with ``rate`` Gb/s in each direction."""
     name = f"kvtier-{os.getpid()}"
     inside = f"ip netns exec {name}"
-    limit = f"root tbf rate {rate * 1000:.0f}mbit burst {max(256, rate * 1000):.0f}kb latency 50ms"
     run(f"ip netns add {name}")
     try:
         run(f"ip link add kvt0 type veth peer name kvt1 netns {name}")
@@ -171,11 +170,17 @@ def link(rate: float) -> Iterator[str]:
         run(f"{inside} ip addr add {THERE}/24 dev kvt1")
         run("ip link set kvt0 up")
         run(f"{inside} ip link set kvt1 up")
-        run(f"tc qdisc add dev kvt0 {limit}")
-        run(f"{inside} tc qdisc add dev kvt1 {limit}")
+        limit(rate)
         yield inside
     finally:
         run(f"ip netns del {name}")
+
+
+def limit(rate: float) -> None:
+    """Limit the link of :func:`link`, again if it is limited already."""
+    bucket = f"root tbf rate {rate * 1000:.0f}mbit burst {max(256, rate * 1000):.0f}kb latency 50ms"
+    run(f"tc qdisc replace dev kvt0 {bucket}")
+    run(f"ip netns exec kvtier-{os.getpid()} tc qdisc replace dev kvt1 {bucket}")
 
 
 @contextmanager
