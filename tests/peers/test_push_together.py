@@ -98,6 +98,25 @@ async def test_chunks_that_are_ready_before_need_one_reservation_for_all_request
     assert requests["Commit"] == requests["Reserve"] < len(PROMPTS)
 
 
+@pytest.mark.parametrize("ahead", [False, True])
+async def test_chunks_that_requests_share_are_pushed_once(
+    sender: Host, target: InstanceProcess, ahead: bool
+) -> None:
+    await sender.instance.transfer_kv(target.address, keys_of([99])).finish(0.5)  # Connects.
+    if not ahead:
+        sender.compute([1, 2, 3, 4])
+    prompts = ([1, 2, 3], [1, 2, 4])
+    transfers = [sender.instance.transfer_kv(target.address, keys_of(prompt)) for prompt in prompts]
+    if ahead:
+        reserved = reserve(sender, [1, 2, 3, 4])
+        await until_reserved(target, 4)
+        fill(sender, reserved)
+    results = [await transfer.finish() for transfer in transfers]
+    assert [result.leading for result in results] == [3, 3]
+    assert sum(result.pushed_bytes for result in results) == 4 * CHUNK
+    assert (await serving(target))["reserving"]["reservations"] == 0
+
+
 async def test_chunks_of_two_models_are_pushed_in_one_batch() -> None:
     async with hosts("tcp", 64, 64) as (sender, receiver):
         fill(sender, reserve(sender, [1, 2]) + reserve(sender, [11, 12], namespace=bytes(range(32))))
