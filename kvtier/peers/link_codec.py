@@ -89,7 +89,7 @@ class LinkDecoder:
     def __init__(self, encoder: Encoder, seal: Seal) -> None:
         """``seal``: that of the tier of the peers, which counts and reports them."""
         self.written = Written()
-        """What has come from peers, before and after encoding."""
+        """What peers have sent, before and after encoding."""
         self.scratch = encoder.scratch
         self._encoder = encoder
         self._seal = seal

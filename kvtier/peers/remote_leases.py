@@ -42,7 +42,7 @@ class RemoteLease:
         return self.encoded or RemoteSpan(self.grant, self.offset, self.length)
 
     def note_encoded(self, offset: int, length: int) -> None:
-        """Record where it is encoded. Raises :class:`ProtocolError` for what no codec makes of it."""
+        """Record where it is encoded. Raises :class:`ProtocolError` if it cannot be there."""
         is_object = 0 < length < self.length and length % OBJECT_ALIGNMENT == 0
         if not is_object or not 0 <= offset <= MAX_NUMBER - length:
             raise ProtocolError("the peer's encoded chunk has an invalid offset or length")

@@ -35,7 +35,7 @@ ROWS_PER_STEP = 512
 """Of the catalog, which are examined in a millisecond."""
 STEP_SECONDS = 0.01
 DENSE_PAUSE_SECONDS = 600.0
-"""Between two passes over what may be encoded more densely."""
+"""Between two passes that encode more densely."""
 
 
 class EncodeStage:

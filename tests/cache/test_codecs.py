@@ -251,7 +251,7 @@ async def test_cold_chunks_of_a_full_disk_become_denser(
         assert encoded == len(dense)
     async with TieredCache.open(configured) as cache:
         [tier] = cache.lower
-        assert tier.densest == dense, "as the headers tell"
+        assert tier.densest == dense, "as the headers have it"
         await until(lambda: tier.densest == set(lengths))
         assert cache.counts["encoded_when_idle"] == len(lengths) - encoded
         assert max(sizes(tmp_path / "ssd")) < DENSER

@@ -315,7 +315,7 @@ def _spoil(how: str) -> None:
     """Spoil each chunk that is encoded for a peer.
 
     ``flip AT...``: a bit of the byte there, from the end if it is negative, of each chunk another one.
-    ``length BY``: tell another length. ``codec CODE``: name another codec.
+    ``length BY``: report another length. ``codec CODE``: name another codec.
     """
     encode = GrantEncoder._encode
     name, *numbers = how.split()

@@ -39,7 +39,7 @@ constexpr std::size_t planes_count = 4;
 
 // Of dense planes: the sum of frequencies, as a power of two; the state below which a word is read; and their number.
 constexpr unsigned scale_bits = 12;
-constexpr std::uint32_t scale = 1u << scale_bits, least_state = 1u << 16;
+constexpr std::uint32_t scale = 1u << scale_bits, min_state = 1u << 16;
 constexpr std::size_t lanes = 32;
 
 // The inner loops, for each kind of processor.
