@@ -19,6 +19,7 @@ import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable
+from contextlib import ExitStack
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,7 @@ from typing import Any
 import anyio
 import torch
 
-from benchmarks.codec_links import limit, server_behind
+from benchmarks.codec_links import limit, link, redis_at
 from benchmarks.codecs import corpus, trained_model
 from benchmarks.common import MIB, parse, show
 from benchmarks.compare.systems import Parts, System, kvtier, lmcache, running
@@ -61,10 +62,12 @@ def main() -> None:
     parser.add_argument("--systems", nargs="+", choices=WAYS, default=list(WAYS), help="default: all")
     parser.add_argument("--turns", type=int, default=3, help="default: %(default)s")
     options = parse(parser, turns=1, train=1, rate=[10], systems=["kvtier", "kvtier-lossless"])
-    answers = measure(None, [], options)
+    answers = measure({}, [], options)
     if options.rate:
-        with server_behind(max(options.rate)) as pool:
-            answers |= measure(pool, options.rate, options)
+        with link(max(options.rate)) as inside, ExitStack() as stack:
+            # One for each: LMCache has the same keys with and without a serde.
+            pools = {name: stack.enter_context(redis_at(inside)) for name in options.systems}
+            answers |= measure(pools, options.rate, options)
     show(
         f"{AT_ONCE} prompts of {TOKENS:,} tokens at once, {TOKEN_BYTES * TOKENS * AT_ONCE // MIB} MiB of KV",
         ("", "", "found, %", "first token, ms", "last one's, ms", "times as fast as kvtier without a codec"),
@@ -72,8 +75,8 @@ def main() -> None:
     )
 
 
-def measure(pool: Pool | None, rates: list[float], options: argparse.Namespace) -> Answers:
-    """Return the answers to each set. Without a pool, from disk."""
+def measure(pools: dict[str, Pool], rates: list[float], options: argparse.Namespace) -> Answers:
+    """Return the answers to each set. ``pools``: that of each system; without any, from disk."""
     model = trained_model(options.train)
     found: Answers = defaultdict(list)
 
@@ -81,7 +84,9 @@ def measure(pool: Pool | None, rates: list[float], options: argparse.Namespace) 
         make_model(folder, 1)  # For its tokenizer.
         model.save_pretrained(folder)
 
-    with running(options.systems, partial(parts_of, pool=pool), make=make, max_tokens=TOKENS + 64) as systems:
+    with running(
+        options.systems, partial(parts_of, pools=pools), make=make, max_tokens=TOKENS + 64
+    ) as systems:
         for system in systems:
             for number in range(SETS):
                 ask(system, number)
@@ -124,9 +129,9 @@ def ask(system: System, number: int) -> list[Completion]:
     return anyio.run(all_at_once)
 
 
-def parts_of(name: str, folder: Path, *, pool: Pool | None) -> Parts:
+def parts_of(name: str, folder: Path, *, pools: dict[str, Pool]) -> Parts:
     """Return the parts of a system that stores in a pool, or without one in a folder."""
-    codec = WAYS[name]
+    codec, pool = WAYS[name], pools.get(name)
     if name.startswith("lmcache"):
         (folder / "files").mkdir()
         medium: Pool = {"type": "fs", "base_path": str(folder / "files")}
@@ -139,7 +144,7 @@ def parts_of(name: str, folder: Path, *, pool: Pool | None) -> Parts:
     else:
         tier = {"name": "ssd", "type": "disk", "path": str(folder / "files"), "capacity": "4GiB"}
         if pool is not None:
-            tier = pool | {"prefix": f"{name}:"}
+            tier = pool
         if codec:
             tier["codec"] = codec
         memory = {"name": "ram", "type": "cpu", "capacity": KVTIER_BYTES}
