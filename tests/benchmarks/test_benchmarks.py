@@ -94,7 +94,7 @@ SLOW = (
 ROWS = {
     "busy": ["first load from disk", "lookup of 32,768 tokens", "retrieve 8 MiB", "loop blocked, wall, p99"],
     "catalog": ["add a chunk", "prefix of 128 chunks", "the 1024 coldest"],
-    "codec_first_tokens": ["kvtier-lossless"],
+    "codec_first_tokens": ["disk", "Redis, 10 Gb/s"],
     "codec_links": ["25 Gb/s, stored", "25 Gb/s, retrieved", "25 Gb/s, fetched"],
     "codec_quality": ["identity", "fp8", "int8", "int4"],
     "codecs": ["bfloat16", "float32", "fp8 e5m2"],
