@@ -488,10 +488,11 @@ class _PushQueue:
             call_later((leases[0].ends - time.monotonic()) * 0.9, partial(self._rooms.drop, keys))
 
     async def _take_rooms(self, keys: Sequence[ChunkKey]) -> dict[int, RemoteLease]:
-        """Return what is reserved for chunks, by index."""
-        for key in keys:
-            if (settled := self._reserving.get(key)) is not None:
-                await settled.wait()
+        """Return what is reserved for chunks, by index. Waits for responses as long as a batch may take."""
+        with anyio.move_on_after(PUSH_SECONDS):
+            for key in keys:
+                if (settled := self._reserving.get(key)) is not None:
+                    await settled.wait()
         rooms = map(self._rooms.take, keys)
         return {at: lease for at, lease in enumerate(rooms) if lease is not None}
 

@@ -10,6 +10,7 @@ import anyio
 import pytest
 
 from kvtier.memory.header import HEADER_BYTES, ChunkHeader
+from kvtier.peers import kv_transfer
 from kvtier.peers.push import Pusher, PushOutcome, RemoteRoom
 from kvtier.peers.source import Read, Source, Written
 from kvtier.pipeline.query import Query
@@ -232,6 +233,27 @@ async def test_chunk_that_is_complete_before_the_response_waits_for_it(
         fill(sender, reservations)
         assert (await transfer.finish()).leading == 2
         assert receiver.serving["requests"]["Reserve"] == 1
+
+
+async def test_peer_that_never_answers_a_reservation_ahead_is_asked_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    reserve_all, asked = Pusher.reserve, anyio.Event()
+
+    async def reserve_never(self: Pusher, headers: Sequence[ChunkHeader], **more: Any) -> RemoteRoom:
+        if more.get("ahead"):
+            asked.set()
+            await anyio.sleep_forever()
+        return await reserve_all(self, headers, **more)
+
+    monkeypatch.setattr(Pusher, "reserve", reserve_never)
+    monkeypatch.setattr(kv_transfer, "PUSH_SECONDS", 0.5)
+    async with hosts("tcp", 64, 64) as (sender, receiver):
+        transfer = sender.transfer_kv(receiver, PROMPTS[0])
+        reservations = reserve(sender, PROMPTS[0])
+        await asked.wait()
+        fill(sender, reservations)
+        assert (await transfer.finish()).leading == 2
 
 
 async def test_room_for_chunks_that_the_engine_gives_up_is_given_back() -> None:
