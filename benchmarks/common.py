@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import atexit
 import random
 import statistics
 import sys
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import ExitStack
 from typing import TypeVar
 
 from rich.console import Console
@@ -21,6 +23,7 @@ from kvtier.lab.bench.sides import filled
 from kvtier.memory.keys import ChunkKey, join_keys
 from kvtier.rpc.calls import Call
 from kvtier.units import MIB
+from tests.rigs.loads import saturated
 
 __all__ = [
     "MIB",
@@ -45,11 +48,22 @@ Step = Callable[[], object]
 
 
 def parse(parser: argparse.ArgumentParser, **small: object) -> argparse.Namespace:
-    """Parse the command line. ``small``: the defaults with ``--small``, which is added to the options."""
+    """Parse the command line, and begin the load of ``--busy``, which ends with this process.
+
+    ``small``: the defaults with ``--small``. Both options are added to the others.
+    """
     parser.add_argument("--small", action="store_true", help="smoke test: the figures mean nothing")
+    parser.add_argument(
+        "--busy", type=int, nargs="?", const=3, help="beside so many spinning processes per core; default: 3"
+    )
     if "--small" in sys.argv:
         parser.set_defaults(**small)
-    return parser.parse_args()
+    options = parser.parse_args()
+    if options.busy:
+        load = ExitStack()
+        atexit.register(load.close)
+        load.enter_context(saturated(options.busy))
+    return options
 
 
 async def interleave(

@@ -19,8 +19,8 @@ import re
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +28,6 @@ import httpx
 
 from benchmarks.common import parse, show
 from tests.rigs.controller_process import ControllerProcess
-from tests.rigs.loads import saturated
 from tests.rigs.node_process import NodeProcess
 from tests.rigs.nodes import prompt
 from tests.rigs.servers.redis import RedisServer
@@ -160,14 +159,6 @@ class Client:
         raise TimeoutError(f"{path}: no answer within {LIMIT_SECONDS:g} s")
 
 
-@contextmanager
-def load(*, busy: bool) -> Iterator[None]:
-    with ExitStack() as stack:
-        if busy:
-            stack.enter_context(saturated())
-        yield
-
-
 def measure(cause: Callable[[Setup], None], seconds: float) -> list[object]:
     """Return the figures of one fault."""
     import threading
@@ -190,15 +181,13 @@ def measure(cause: Callable[[Setup], None], seconds: float) -> list[object]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Measure three controllers while one fails.")
-    parser.add_argument("--busy", action="store_true", help="beside processes that saturate all cores")
     options = parse(parser)
     seconds = 1.0 if options.small else 12.0
     chosen = faults(0.5 if options.small else PAUSE_SECONDS)
     names = list(chosen)[:2] if options.small else list(chosen)
-    with load(busy=options.busy):
-        rows = [[name, *measure(chosen[name], seconds)] for name in names]
+    rows = [[name, *measure(chosen[name], seconds)] for name in names]
     columns = ["fault", "operations", "lost", "median ms", "slowest answer, s", "slowest lookup, s"]
-    title = "three controllers" + " on a busy machine" * options.busy
+    title = "three controllers" + " on a busy machine" * bool(options.busy)
     show(title, columns, rows)
 
 

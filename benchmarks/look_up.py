@@ -4,8 +4,6 @@
 
     python -m benchmarks.look_up                # a prompt of 32,768 tokens
     python -m benchmarks.look_up --runs 20
-    python -m benchmarks.look_up --busy         # beside three spinning processes per core
-    python -m benchmarks.look_up --busy 1       # beside one per core
     python -m benchmarks.look_up --policy lru   # with another eviction policy than kvtier's default
     python -m benchmarks.look_up --pool redis   # an unknown prompt is also looked up in a real Redis
 
@@ -32,7 +30,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -48,7 +46,6 @@ from kvtier.memory.keys import KEY_BYTES, ChunkKey, block_hashes, chunk_keys, en
 from kvtier.memory.layout import ChunkLayout, GroupLayout
 from kvtier.pipeline.query import Query
 from kvtier.testing.servers import free_port
-from tests.rigs.loads import saturated
 from tests.rigs.servers import SERVERS
 
 AnswerT = TypeVar("AnswerT")
@@ -70,9 +67,6 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Measure a lookup, including hashing and the socket.")
     parser.add_argument("--tokens", type=int, default=32_768, help="default: %(default)s")
     parser.add_argument("--runs", type=int, default=200, help="default: %(default)s")
-    parser.add_argument(
-        "--busy", type=int, nargs="?", const=3, help="beside so many spinning processes per core; default: 3"
-    )
     parser.add_argument("--policy", help="eviction policy of the tier; default: that of kvtier")
     parser.add_argument("--pool", choices=SERVERS, help="add a tier on a real server of this kind")
     options = parse(parser, runs=2, tokens=2048)
@@ -82,7 +76,6 @@ def main() -> None:
         pool_tiers(options.pool) as pools,
         cache_process(pools, address, options.policy) as path,
         cache_process([], f"127.0.0.1:{free_port()}", options.policy) as elsewhere,
-        saturated(options.busy) if options.busy else nullcontext(),
     ):
         worker, scheduler = WorkerBridge(hello("worker"), path), SchedulerBridge(hello("scheduler"), path)
         worker.connect()
