@@ -129,7 +129,7 @@ def measure(medium: str, inside: str, options: argparse.Namespace) -> Answers:
                 time.sleep(STORE_SECONDS)
         # All turns with one rate before the next: ``auto`` goes by the reads of the last minutes.
         for rate in [0.0] if medium == "disk" else options.rate:
-            label = f"{MEDIA[medium].name}, {rate:g} Gb/s" if rate else medium
+            label = f"{MEDIA[medium].name}, {rate:g} Gb/s" if rate else MEDIA[medium].name
             if rate:
                 limit(rate)
             for turn in range(options.turns):
