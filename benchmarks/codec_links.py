@@ -20,7 +20,6 @@ import shlex
 import statistics
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import AsyncExitStack, contextmanager
@@ -31,11 +30,11 @@ import torch
 
 from benchmarks.codecs import blocks_of, kv_of, trained_model
 from benchmarks.common import MIB, parse, show
-from benchmarks.peers_process import SECRET, opened
+from benchmarks.links import THERE, link, peer_settings, redis_at
+from benchmarks.peers_process import opened
 from kvtier import Settings, TieredCache
 from kvtier.testing.servers import free_port
 
-HERE, THERE = "10.207.0.1", "10.207.0.2"
 TOKENS, TOKEN_BYTES = 4096, 16 << 10
 CODECS = ("identity", "lossless")
 
@@ -122,11 +121,10 @@ async def fetched(cache: TieredCache, kv: bytes) -> float:
 
 
 def settings_of(kv_bytes: int, codec: str, **peer: object) -> dict[str, Any]:
-    limits = {"share": 1, "timeout": 5, "lease": 60, "transport": {"type": "tcp", "deadline": 60}}
     return {
         "tiers": [{"name": "ram", "type": "cpu", "capacity": 4 * kv_bytes}],
         "prefetch": {"policy": "wait"},
-        "peer": {"secret": SECRET, "codec": codec, **limits, **peer},
+        "peer": peer_settings(codec, **peer),
     }
 
 
@@ -159,49 +157,10 @@ async def timed(pools: list[dict[str, Any]], kv: bytes, *, stores: bool) -> floa
 
 
 @contextmanager
-def link(rate: float) -> Iterator[str]:
-    """Yield what runs a command in a namespace behind a link with ``rate`` Gb/s in each direction."""
-    name = f"kvtier-{os.getpid()}"
-    inside = f"ip netns exec {name}"
-    run(f"ip netns add {name}")
-    try:
-        run(f"ip link add kvt0 type veth peer name kvt1 netns {name}")
-        run(f"ip addr add {HERE}/24 dev kvt0")
-        run(f"{inside} ip addr add {THERE}/24 dev kvt1")
-        run("ip link set kvt0 up")
-        run(f"{inside} ip link set kvt1 up")
-        limit(rate)
-        yield inside
-    finally:
-        run(f"ip netns del {name}")
-
-
-def limit(rate: float) -> None:
-    """Limit the link of :func:`link`, again if it is limited already."""
-    bucket = f"root tbf rate {rate * 1000:.0f}mbit burst {max(256, rate * 1000):.0f}kb latency 50ms"
-    run(f"tc qdisc replace dev kvt0 {bucket}")
-    run(f"ip netns exec kvtier-{os.getpid()} tc qdisc replace dev kvt1 {bucket}")
-
-
-@contextmanager
 def server_behind(rate: float) -> Iterator[dict[str, Any]]:
     """Yield the settings of a Redis behind a link."""
     with link(rate) as inside, redis_at(inside) as pool:
         yield pool
-
-
-@contextmanager
-def redis_at(inside: str) -> Iterator[dict[str, Any]]:
-    """Yield the settings of a Redis in a namespace."""
-    port = free_port()
-    with tempfile.TemporaryDirectory() as folder:
-        options = f"--bind {THERE} --port {port} --protected-mode no --save '' --appendonly no --dir {folder}"
-        with subprocess.Popen(shlex.split(f"{inside} redis-server {options} --logfile log")) as server:
-            try:
-                time.sleep(0.5)
-                yield {"name": "pool", "type": "redis", "url": f"redis://{THERE}:{port}", "deadline": 60}
-            finally:
-                server.terminate()
 
 
 @contextmanager
@@ -218,10 +177,6 @@ def peer_at(inside: str, kv: bytes) -> Iterator[str]:
         assert process.stdout.readline(), "the peer has failed"
         yield address
         process.stdin.close()  # Which ends it.
-
-
-def run(command: str) -> None:
-    subprocess.run(shlex.split(command), check=True)
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ import pytest
 
 from kvtier.native import cuda_problem
 from tests.lab.simulation.making import mooncake_line
-from tests.rigs.servers import RedisServer
+from tests.rigs.servers import RedisServer, S3Server
 
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "benchmarks"
@@ -58,7 +58,7 @@ LINKS = (
 )
 NEEDS = {
     "compare": (any(LMCACHE.glob("lmcache-*/installed")), "python -m benchmarks.compare installs LMCache"),
-    "codec_first_tokens": LINKS,
+    "codec_first_tokens": (LINKS[0] and S3Server.missing() is None, f"{LINKS[1]}, and SeaweedFS"),
     "codec_links": LINKS,
     "faults": (may_mount(), "needs /dev/fuse, libfuse 3 and permission to mount"),
     "gpu": (not cuda_problem(), "needs a GPU"),
@@ -94,7 +94,7 @@ SLOW = (
 ROWS = {
     "busy": ["first load from disk", "lookup of 32,768 tokens", "retrieve 8 MiB", "loop blocked, wall, p99"],
     "catalog": ["add a chunk", "prefix of 128 chunks", "the 1024 coldest"],
-    "codec_first_tokens": ["disk", "Redis, 10 Gb/s"],
+    "codec_first_tokens": ["disk", "Redis, 10 Gb/s", "S3, 10 Gb/s", "peer, 10 Gb/s"],
     "codec_links": ["25 Gb/s, stored", "25 Gb/s, retrieved", "25 Gb/s, fetched"],
     "codec_quality": ["identity", "fp8", "int8", "int4"],
     "codecs": ["bfloat16", "float32", "fp8 e5m2"],

@@ -11,6 +11,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -34,9 +35,21 @@ class S3Server(Server):
 
     type: ClassVar[str] = "s3"
 
-    def __init__(self, folder: Path, *, small: bool = False, volumes: int = 20) -> None:
-        """``small``: with a capacity of about 10 MB; otherwise ``volumes`` of 256 MB."""
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        small: bool = False,
+        volumes: int = 20,
+        host: str = "127.0.0.1",
+        inside: Sequence[str] = (),
+    ) -> None:
+        """``small``: with a capacity of about 10 MB; otherwise ``volumes`` of 256 MB.
+
+        ``host``: the address it listens on. ``inside``: a command that runs it, as in another namespace.
+        """
         super().__init__(folder)
+        self._host, self._inside = host, inside
         self._volumes, self._volume_megabytes = (1, 8) if small else (volumes, 256)
         ports = iter(_free_ports(2 * len(PARTS)))
         self._ports = {part: (next(ports), next(ports)) for part in PARTS}
@@ -54,7 +67,7 @@ class S3Server(Server):
     @property
     def url(self) -> str:
         """The URL of the S3 gateway."""
-        return f"http://127.0.0.1:{self.port}"
+        return f"http://{self._host}:{self.port}"
 
     def tier(self) -> dict[str, Any]:
         """See :meth:`Server.tier`."""
@@ -102,7 +115,7 @@ class S3Server(Server):
 
     @property
     def _filer(self) -> str:
-        return f"http://127.0.0.1:{self._ports['filer'][0]}"
+        return f"http://{self._host}:{self._ports['filer'][0]}"
 
     def _launch(self) -> None:
         data = self.folder / "data"
@@ -112,8 +125,8 @@ class S3Server(Server):
         identities = [_identity(ACCESS_KEY, "Admin"), _identity(READER_KEY, "Read", "List")]
         config.write_text(json.dumps({"identities": identities}))
         flags = {
-            "ip": "127.0.0.1",
-            "ip.bind": "127.0.0.1",
+            "ip": self._host,
+            "ip.bind": self._host,
             "dir": str(data),
             "filer": "true",
             "s3": "true",
@@ -129,7 +142,8 @@ class S3Server(Server):
         }
         for part, (http, grpc) in self._ports.items():
             flags |= {f"{part}.port": str(http), f"{part}.port.grpc": str(grpc)}
-        self._spawn([str(program()), "server", *(f"-{name}={value}" for name, value in flags.items())])
+        options = [f"-{name}={value}" for name, value in flags.items()]
+        self._spawn([*self._inside, str(program()), "server", *options])
 
     def pause(self) -> None:
         """Send SIGSTOP, and wait until all threads are stopped: until then, some may still answer."""
