@@ -218,7 +218,7 @@ class Encoder:
                 codec.decode(header, self._layouts.get(header.namespace), source, payload)
         except CorruptChunk:
             raise
-        except MemoryError as error:
+        except (MemoryError, OSError) as error:
             raise UnreadableChunk("cannot be decoded now: {!r}", error) from error
         except Exception as error:
             raise CorruptChunk("cannot be decoded: {!r}", error) from error
