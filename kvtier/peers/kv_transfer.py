@@ -266,7 +266,7 @@ class KVTransfer:
         if self._connection_error is not None:
             raise self._connection_error
 
-    def _settle_announced(self, reply: Announced, _wanted: bool) -> None:
+    def _settle_announced(self, reply: Announced) -> None:
         if not reply.accepted:
             logger.debug("peer %s: announcement rejected, too many chunks announced already", self.to)
         self.announced.set()

@@ -87,9 +87,7 @@ class Pusher:
         self.last_error = ""
         """Why the peer rejects the chunks, in its own words; empty if it does not."""
 
-    def announce(
-        self, number: int, keys: Sequence[ChunkKey], settle: Callable[[Announced, bool], None]
-    ) -> None:
+    def announce(self, number: int, keys: Sequence[ChunkKey], settle: Callable[[Announced], None]) -> None:
         """Announce chunks, so that the peer's lookups wait for them. ``settle`` gets the response."""
         request = partial(Announce, number=number, keys=join_keys(keys))
         self.source.endpoint.call(request, Announced, settle)
@@ -144,15 +142,6 @@ class Pusher:
         """
         sent_at = time.monotonic()
 
-        def give_back(room: RemoteRoom) -> None:
-            self.source.release(room.leases.values())
-
-        def settle(reserved: Reserved, wanted: bool) -> RemoteRoom:
-            room = _room_of(reserved, headers, sent_at, shares)
-            if not wanted:
-                give_back(room)
-            return room
-
         request = partial(
             Reserve,
             namespace=headers[0].namespace,
@@ -164,7 +153,12 @@ class Pusher:
             staging=staging,
             ahead=ahead,
         )
-        return await self.source.endpoint.call(request, Reserved, settle).reply(give_back)
+        return await self.source.endpoint.call(
+            request,
+            Reserved,
+            lambda reserved: _room_of(reserved, headers, sent_at, shares),
+            give_back=lambda room: self.source.release(room.leases.values()),
+        ).reply()
 
     async def commit(self, leases: Sequence[RemoteLease], checksums: Sequence[bytes]) -> list[bool]:
         """Commit written chunks, with one message per grant. Return which of them the peer serves now."""
@@ -175,7 +169,7 @@ class Pusher:
                 Commit, checksums=b"".join([checksum_of[lease] for lease in group]), trace=current.get()
             ),
             Committed,
-            lambda group, committed, _wanted: expect_length(committed.valid, len(group)),
+            lambda group, committed: expect_length(committed.valid, len(group)),
         )
         valid = {lease for group, ready in replies for lease, ok in zip(group, ready, strict=True) if ok}
         return [lease in valid for lease in leases]
