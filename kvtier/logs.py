@@ -8,6 +8,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from logging import WARNING, Logger, getLogger
 
+from kvtier.bounded import remember
+
 logger = getLogger("kvtier")
 
 MAX_REMEMBERED = 256
@@ -23,17 +25,15 @@ class ChangedWarnings:
     def __init__(self, message: str, *, clock: Callable[[], float] = time.monotonic) -> None:
         """``message`` has two ``%s``: the peer and the error."""
         self._message = message
-        self._last: OrderedDict[str, str] = OrderedDict()
+        self._last: dict[str, str] = {}
         self._warn = RateLimitedLog(logger, burst=MAX_CHANGES, clock=clock)
 
     def note(self, peer: str, error: str) -> None:
         """Record the result of an operation: an error, or an empty string for success."""
-        before = self._last.pop(peer, "")  # It is added again as the last: the first is forgotten.
+        before = self._last.get(peer, "")
         if error and error != before and not self._warn(self._message, peer, error):
             error = before  # So that it is logged later if it lasts.
-        self._last[peer] = error
-        if len(self._last) > MAX_REMEMBERED:
-            self._last.popitem(last=False)
+        remember(self._last, peer, error, MAX_REMEMBERED)
 
 
 class RateLimitedLog:

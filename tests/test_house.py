@@ -16,7 +16,7 @@ ROOT = Path(kvtier.__file__).parent
 MODULES = sorted(path for path in ROOT.rglob("*.py"))
 
 LAYERS = (
-    ("_native", "_native_cuda", "version"),
+    ("_native", "_native_cuda", "bounded", "version"),
     ("errors", "units", "logs", "native", "hookmarkers"),
     ("settings", "concurrency"),
     ("memory",),

@@ -255,7 +255,7 @@ class SchedulerBridge(Bridge):
             "lookups",
             lambda ticket: protocol.Lookup(ticket, *prompt, canary=query.canary, trace=trace, renews=renews),
             protocol.Found,
-            lambda found, _wanted: found,
+            lambda found: found,
         )
         if call is None:
             return None
@@ -303,7 +303,7 @@ class SchedulerBridge(Bridge):
             "reservations",
             lambda ticket: protocol.Reserve(ticket, list(runs)),
             protocol.Reserved,
-            lambda reserved, _wanted: _of_each_chunk(runs, reserved),
+            lambda reserved: _of_each_chunk(runs, reserved),
         )
         return self._reserving
 
@@ -312,7 +312,7 @@ class SchedulerBridge(Bridge):
         quiet = not self.calls and self._health.idle_seconds >= PROBE_SECONDS
         fetching = quiet and any(lookup.found.fetching for lookup in self._lookups.values())
         if fetching and self.accepts_requests:
-            self.call("pings", Ping, Pong, lambda pong, _wanted: pong)
+            self.call("pings", Ping, Pong, lambda pong: pong)
 
     def abandon(self, leases: Sequence[int]) -> None:
         """Abandon reservations of the process that is, or was last, connected."""
@@ -356,7 +356,7 @@ class SchedulerBridge(Bridge):
         self.update()
         if not self.accepts_requests:
             return None
-        call = self.call("clears", protocol.Clear, protocol.Cleared, lambda cleared, _wanted: cleared.chunks)
+        call = self.call("clears", protocol.Clear, protocol.Cleared, lambda cleared: cleared.chunks)
         if call is None:
             return None
         self.wait(lambda: call.settled, wait)
@@ -513,7 +513,7 @@ class WorkerBridge(Bridge):
             "confirmations",
             lambda ticket: protocol.Confirm(ticket, list(leases)),
             protocol.Confirmed,
-            lambda confirmed, _wanted: confirmed.held,
+            lambda confirmed: confirmed.held,
         )
 
     def close(self) -> None:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from msgspec import structs
 
+from kvtier.bounded import remember
 from kvtier.bridge.leases import PendingWrites, ReadLeases, Ticket
 from kvtier.bridge.protocol import (
     MAX_RESERVED_CHUNKS,
@@ -148,9 +149,8 @@ class EngineSession:
         else:
             found = self._cache.look_up(query, expected, staged=self._buffers)
         if request.described is not None and not request.repeated:
-            asked = self._asked[request.ticket] = Asked(found.began_at)
-            if len(self._asked) > MAX_ASKED:
-                del self._asked[next(iter(self._asked))]
+            asked = Asked(found.began_at)
+            remember(self._asked, request.ticket, asked, MAX_ASKED)
         if asked is not None:
             asked.hit_tokens = max(asked.hit_tokens, found.hit_tokens)
         ticket = self.reads.begin(request.ticket)

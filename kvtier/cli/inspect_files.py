@@ -22,11 +22,11 @@ from kvtier.backends.disk.folder import ObjectFolder, lock_holder, object_path
 from kvtier.backends.disk.scan import LISTED_AT_ONCE, Failed, listed, walk
 from kvtier.concurrency.tasks import open_tasks
 from kvtier.errors import CorruptChunk, IncompleteScan, TierError, UnreadableChunk
-from kvtier.memory.header import HEADER_BYTES, IDENTITY, StoredHeader
+from kvtier.memory.header import HEADER_BYTES, IDENTITY, StoredHeader, object_bytes
 from kvtier.memory.keys import ChunkKey
 from kvtier.plugins import Plugins
 from kvtier.tiers.codec import Codec
-from kvtier.tiers.encoded_seal import load_keys
+from kvtier.tiers.encoded_seal import Codecs, Encoder, Layouts, load_keys
 
 if TYPE_CHECKING:
     from kvtier.tiers.encryption import Keys
@@ -148,7 +148,7 @@ async def verify(
         except FileNotFoundError:
             # Evicted by a running cache process.
             return
-        except (OSError, UnreadableChunk) as error:
+        except (OSError, MemoryError, OverflowError, UnreadableChunk) as error:
             # Not deleted, as its content is unknown.
             unreadable.add(path, error)
         except CorruptChunk as error:
@@ -315,24 +315,15 @@ def _verify(stored: memoryview, key: ChunkKey, codecs: Mapping[int, Codec], keys
     Raises :class:`CorruptChunk`.
     """
     header = StoredHeader.verify(stored, key)
-    payload = stored[HEADER_BYTES : HEADER_BYTES + header.stored_bytes]
-    if header.encryption is not None:
-        if keys is None:
-            return False
-        decrypted = memoryview(bytearray(header.stored_bytes))
-        keys.decrypt(header, payload, decrypted)
-        payload = decrypted
-    if header.codec not in codecs:
-        raise UnreadableChunk("is encoded by codec {}, which is not installed", header.codec)
-    if header.codec == IDENTITY:
-        return True
-    try:
-        target = memoryview(bytearray(header.chunk.payload_bytes))
-        codecs[header.codec].decode(header.chunk, None, payload, target)
-    except (OSError, UnreadableChunk) as error:
-        raise UnreadableChunk("cannot be decoded here: {}", error) from error
-    except Exception as error:
-        raise CorruptChunk("cannot be decoded: {!r}", error) from error
+    if header.encryption is None:
+        keys = None
+    elif keys is None:
+        return False
+    else:
+        stored = memoryview(bytearray(stored))  # It is decrypted in its place.
+    encoder = Encoder(Codecs(codecs[IDENTITY], codecs), Layouts(), checksum=True, keys=keys)
+    target = memoryview(bytearray(object_bytes(header.chunk.payload_bytes)))
+    encoder.decode(key, stored, target, hashed=True)
     return True
 
 

@@ -31,7 +31,7 @@ from anyio.abc import TaskGroup
 
 from kvtier.cache import TieredCache
 from kvtier.catalog.catalog import State
-from kvtier.concurrency.tasks import call_later
+from kvtier.concurrency.tasks import Changes, call_later
 from kvtier.errors import ChannelError, PeerError
 from kvtier.events import Observer
 from kvtier.logs import ChangedWarnings
@@ -143,7 +143,7 @@ class KVTransfer:
         self._pushing_since = 0.0
         self._pushing_seconds = 0.0
         self._connection_error: ChannelError | None = None
-        self._changed = anyio.Event()
+        self._changes = Changes()
 
     @property
     def result(self) -> KVTransferSummary:
@@ -166,7 +166,7 @@ class KVTransfer:
         :meth:`abort` does. May be called again.
         """
         self._finishing = True
-        self._notify()
+        self._changes.notify()
         try:
             with anyio.move_on_after(seconds):
                 await self.ended.wait()
@@ -255,7 +255,7 @@ class KVTransfer:
             target.announce(self._number, left, self._settle_announced)
             self._pushes = self._transfers.join(source, self)
             while not self._is_over():
-                await self._changed.wait()
+                await self._changes.after(self._changes.count)
         finally:
             if self._pushes is not None:
                 self._pushes.leave(self)
@@ -266,7 +266,7 @@ class KVTransfer:
         if self._connection_error is not None:
             raise self._connection_error
 
-    def _settle_announced(self, reply: Announced, _wanted: bool) -> None:
+    def _settle_announced(self, reply: Announced) -> None:
         if not reply.accepted:
             logger.debug("peer %s: announcement rejected, too many chunks announced already", self.to)
         self.announced.set()
@@ -280,7 +280,7 @@ class KVTransfer:
     def lose(self, error: ChannelError) -> None:
         """Process that the connection has ended."""
         self._connection_error = self._connection_error or error
-        self._notify()
+        self._changes.notify()
 
     def dequeue(self) -> tuple[ChunkKey, int]:
         """Remove and lease the first chunk that is queued; return its length, 0 if it is gone."""
@@ -288,7 +288,7 @@ class KVTransfer:
         length = self._source_of(key).lease(key, always=True)
         if not length:
             self._outcomes[key] = PushOutcome.ABSENT
-            self._notify()
+            self._changes.notify()
         return key, length
 
     def take_coming(self) -> Iterable[ChunkHeader]:
@@ -331,13 +331,9 @@ class KVTransfer:
         if failed:  # Later chunks are useless without this one.
             self.queue.clear()
             self._awaited.clear()
-        self._notify()
+        self._changes.notify()
         if retry and self._pushes is not None:
             self._pushes.notify()
-
-    def _notify(self) -> None:
-        changed, self._changed = self._changed, anyio.Event()
-        changed.set()
 
     def _end(self) -> None:
         self._seconds = time.monotonic() - self._began
@@ -402,7 +398,7 @@ class _PushQueue:
         self._reserving: dict[ChunkKey, anyio.Event] = {}
         """Chunks for which such room is being requested; the event is set when there is a response."""
         self._declined_until = 0.0
-        self._changed = anyio.Event()
+        self._changes = Changes()
 
     def join(self, transfer: KVTransfer) -> None:
         """Push what this transfer has queued, until :meth:`leave`."""
@@ -421,18 +417,17 @@ class _PushQueue:
 
     def notify(self) -> None:
         """Process that chunks are queued or coming."""
-        changed, self._changed = self._changed, anyio.Event()
-        changed.set()
+        self._changes.notify()
 
     async def run(self) -> None:
         """Push until the connection ends."""
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(self._watch)
             while not self._source.ended.is_set():
-                changed = self._changed
+                count = self._changes.count
                 self._reserve_ahead(tasks)
                 if not any(transfer.queue for transfer in self._transfers):
-                    await changed.wait()
+                    await self._changes.after(count)
                     continue
                 # Before the batch is chosen: chunks that become READY meanwhile join it.
                 await self._source.pushing.acquire()

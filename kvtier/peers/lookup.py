@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import anyio
 import anyio.lowlevel
 from anyio import CancelScope
 
 from kvtier.cache import TieredCache
+from kvtier.concurrency.tasks import Changes
 from kvtier.memory.header import is_sealed
 from kvtier.memory.keys import ChunkKey
 from kvtier.memory.slices import Lease
@@ -124,7 +124,7 @@ class PendingGrant:
         self._grant = grant
         self._late = late
         """Neither readable nor given up, by index in the grant."""
-        self._progress = anyio.Event()
+        self._progress = Changes()
         self._scope = CancelScope()
         grant.unready.update(late)
         grant.on_end = self._end
@@ -147,13 +147,13 @@ class PendingGrant:
     async def _wait(self, chunks: Sequence[int]) -> None:
         waiting = self._late.keys() & set(chunks)
         while waiting:
-            await self._progress.wait()
+            await self._progress.after(self._progress.count)
             waiting &= self._late.keys()
 
     def _end(self) -> None:
         self._late.clear()
         self._scope.cancel()
-        self._notify()
+        self._progress.notify()
 
     async def _seal(self, indexes: Sequence[int]) -> None:
         for part in self._parts(indexes):
@@ -170,7 +170,7 @@ class PendingGrant:
             )
             for index in part:
                 self._late.pop(index, None)
-            self._notify()
+            self._progress.notify()
 
     def _parts(self, indexes: Sequence[int]) -> list[list[int]]:
         parts: list[list[int]] = []
@@ -182,7 +182,3 @@ class PendingGrant:
             parts[-1].append(index)
             length += self._late[index].lease.length
         return parts
-
-    def _notify(self) -> None:
-        self._progress.set()
-        self._progress = anyio.Event()

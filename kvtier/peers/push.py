@@ -12,7 +12,7 @@ from typing import ClassVar, NamedTuple
 
 import anyio
 
-from kvtier.backends.base import Outcome
+from kvtier.backends.base import Outcome, PutItem
 from kvtier.concurrency.breaker import Backoff
 from kvtier.errors import ChannelError, PeerError, ProtocolError
 from kvtier.logs import printable
@@ -31,7 +31,7 @@ from kvtier.peers.protocol import (
 from kvtier.peers.remote_leases import RemoteLease, leases_of, usable_seconds
 from kvtier.peers.source import Source, expect_length
 from kvtier.tiers.level import ChunkBytes
-from kvtier.tiers.sealer import Sealer
+from kvtier.tiers.sealer import SealedHeader, Sealer
 
 ATTEMPTS = 2
 """Maximum writes per chunk."""
@@ -39,9 +39,6 @@ FULL_SECONDS = 2.0
 """How long to retry a reservation while the peer is full."""
 MIN_PAUSE_SECONDS, MAX_PAUSE_SECONDS = 0.005, 0.25
 """Back-off between these retries."""
-
-Sealed = tuple[ChunkHeader, bytes | None]
-"""A chunk's header, and the checksum of its payload if it is known."""
 
 
 class PushOutcome(Enum):
@@ -83,13 +80,11 @@ class Pusher:
     def __init__(self, source: Source, sealer: Sealer) -> None:
         """``sealer``: the sealer of the memory that is pushed from."""
         self.source = source
-        self._sealer = sealer
+        self.sealer = sealer
         self.last_error = ""
         """Why the peer rejects the chunks, in its own words; empty if it does not."""
 
-    def announce(
-        self, number: int, keys: Sequence[ChunkKey], settle: Callable[[Announced, bool], None]
-    ) -> None:
+    def announce(self, number: int, keys: Sequence[ChunkKey], settle: Callable[[Announced], None]) -> None:
         """Announce chunks, so that the peer's lookups wait for them. ``settle`` gets the response."""
         request = partial(Announce, number=number, keys=join_keys(keys))
         self.source.endpoint.call(request, Announced, settle)
@@ -109,31 +104,6 @@ class Pusher:
         """
         return await _Push(self, chunks).run(seconds, rooms or {})
 
-    def headers(self, chunks: Sequence[ChunkBytes]) -> list[Sealed | None]:
-        """Return the headers, and known checksums; ``None`` for corrupt or empty chunks."""
-        seals = self._sealer.known([(chunk.key, chunk.lease.view) for chunk in chunks])
-        return [seal if seal is not None and seal.header.payload_bytes else None for seal in seals]
-
-    async def checksums(
-        self, chunks: Sequence[ChunkBytes], hashed: Sequence[bytes | None]
-    ) -> list[bytes | None]:
-        """Return the checksums of payloads, also in their headers; ``None`` for corrupt chunks.
-
-        ``hashed``: those that are known, because their payload was hashed while it was sent.
-        """
-        checksums = [
-            checksum if checksum and self._sealer.adopt((chunk.key, chunk.lease.view), checksum) else None
-            for chunk, checksum in zip(chunks, hashed, strict=True)
-        ]
-        unknown = [at for at, checksum in enumerate(hashed) if checksum is None]
-        rest = [(chunks[at].key, chunks[at].lease.view) for at in unknown]
-        try:
-            for at, seal in zip(unknown, await self._sealer.checksums(rest) if rest else (), strict=True):
-                checksums[at] = None if seal is None else seal.checksum
-        finally:
-            rest.clear()  # Otherwise the traceback of a cancelled call keeps the arena mapped.
-        return checksums
-
     async def reserve(
         self, headers: Sequence[ChunkHeader], *, staging: int = 0, shares: int = 1, ahead: bool = False
     ) -> RemoteRoom:
@@ -143,15 +113,6 @@ class Pusher:
         of the payloads.
         """
         sent_at = time.monotonic()
-
-        def give_back(room: RemoteRoom) -> None:
-            self.source.release(room.leases.values())
-
-        def settle(reserved: Reserved, wanted: bool) -> RemoteRoom:
-            room = _room_of(reserved, headers, sent_at, shares)
-            if not wanted:
-                give_back(room)
-            return room
 
         request = partial(
             Reserve,
@@ -164,7 +125,12 @@ class Pusher:
             staging=staging,
             ahead=ahead,
         )
-        return await self.source.endpoint.call(request, Reserved, settle).reply(give_back)
+        return await self.source.endpoint.call(
+            request,
+            Reserved,
+            lambda reserved: _room_of(reserved, headers, sent_at, shares),
+            give_back=lambda room: self.source.release(room.leases.values()),
+        ).reply()
 
     async def commit(self, leases: Sequence[RemoteLease], checksums: Sequence[bytes]) -> list[bool]:
         """Commit written chunks, with one message per grant. Return which of them the peer serves now."""
@@ -175,7 +141,7 @@ class Pusher:
                 Commit, checksums=b"".join([checksum_of[lease] for lease in group]), trace=current.get()
             ),
             Committed,
-            lambda group, committed, _wanted: expect_length(committed.valid, len(group)),
+            lambda group, committed: expect_length(committed.valid, len(group)),
         )
         valid = {lease for group, ready in replies for lease, ok in zip(group, ready, strict=True) if ok}
         return [lease in valid for lease in leases]
@@ -209,15 +175,16 @@ class _Push:
         self._target = target
         self._chunks = chunks
         self._outcomes = [PushOutcome.FAILED] * len(chunks)
-        self._sealed: dict[int, Sealed] = {}
+        self._sealed: dict[int, SealedHeader] = {}
         """Chunks without a final outcome, by index."""
         self._attempts = [0] * len(chunks)
 
     async def run(self, seconds: float, rooms: Mapping[int, RemoteLease]) -> list[PushOutcome]:
         """See :meth:`Pusher.push`."""
         with anyio.move_on_after(seconds):
-            sealed = self._target.headers(self._chunks)
-            self._sealed = {index: chunk for index, chunk in enumerate(sealed) if chunk is not None}
+            seals = enumerate(self._target.sealer.known([self._item(at) for at in range(len(self._chunks))]))
+            # Corrupt and empty chunks are not pushed.
+            self._sealed = {at: seal for at, seal in seals if seal is not None and seal.header.payload_bytes}
             backoff, full_since = Backoff(MIN_PAUSE_SECONDS, MAX_PAUSE_SECONDS), anyio.current_time()
             while self._sealed or rooms:
                 before = len(self._sealed)
@@ -236,14 +203,15 @@ class _Push:
     async def _reserve(self, reserved: Mapping[int, RemoteLease]) -> RemoteRoom:
         """Reserve room for those of one namespace that have none, and write as many as fit."""
         room, rest = RemoteRoom({}, [], [], ""), [index for index in self._sealed if index not in reserved]
-        left = [at for at in rest if self._sealed[at][0].namespace == self._sealed[rest[0]][0].namespace]
+        headers = {index: self._sealed[index].header for index in rest}
+        left = [index for index in rest if headers[index].namespace == headers[rest[0]].namespace]
         leases, unused = dict[int, RemoteLease](), dict(reserved)
         try:
             if left:
-                room = await self._target.reserve([self._sealed[index][0] for index in left])
+                room = await self._target.reserve([headers[index] for index in left])
             for index in reserved if not room.refusal else ():
-                chunk = self._sealed.get(index)
-                if chunk is not None and chunk[0].payload_bytes == reserved[index].length:
+                seal = self._sealed.get(index)
+                if seal is not None and seal.header.payload_bytes == reserved[index].length:
                     leases[index] = unused.pop(index)
         finally:
             self._target.source.release(unused.values())
@@ -274,18 +242,16 @@ class _Push:
             finally:
                 views.clear()  # Otherwise the traceback of a cancelled call keeps the arena mapped.
                 writes = []
-            done = [at for at, outcome in enumerate(outcomes) if outcome is Outcome.OK]
-            indexes = list(leases)
-            unsealed = [at for at in done if self._sealed[indexes[at]][1] is None]
-            chunks = [self._chunks[indexes[at]] for at in unsealed]
-            checksums = await self._target.checksums(chunks, [hashed[at] for at in unsealed])
-            for at, checksum in zip(unsealed, checksums, strict=True):
-                self._sealed[indexes[at]] = self._sealed[indexes[at]][0], checksum
-            written = [index for at in done if self._sealed[index := indexes[at]][1] is not None]
-            valid: list[bool] = []
+            results = zip(leases, outcomes, hashed, strict=True)
+            done = {index: checksum for index, outcome, checksum in results if outcome is Outcome.OK}
+            await self._add_checksums(done)
+            checksums = {
+                index: found for index in done if (found := self._sealed[index].checksum) is not None
+            }
+            written, valid = list(checksums), list[bool]()
             if written:
                 ready = [unused.pop(index) for index in written]
-                valid = await self._target.commit(ready, [self._sealed[index][1] or b"" for index in written])
+                valid = await self._target.commit(ready, list(checksums.values()))
         finally:
             source.release(unused.values())
         self._settle([index for index, ok in zip(written, valid, strict=True) if ok], PushOutcome.OK)
@@ -296,9 +262,33 @@ class _Push:
             self._attempts[index] += 1
         self._settle([index for index in tried if self._attempts[index] == ATTEMPTS], PushOutcome.FAILED)
 
+    async def _add_checksums(self, hashed: Mapping[int, bytes | None]) -> None:
+        """Add the checksums of payloads, also to their headers, except those of corrupt chunks.
+
+        ``hashed``: those that are known, because their payload was hashed while it was sent.
+        """
+        sealer, unknown = self._target.sealer, list[int]()
+        for index, checksum in hashed.items():
+            if self._sealed[index].checksum is not None:
+                continue
+            if checksum is None:
+                unknown.append(index)
+            elif sealer.adopt(self._item(index), checksum):
+                self._sealed[index] = self._sealed[index]._replace(checksum=checksum)
+        items = [self._item(index) for index in unknown]
+        try:
+            for index, seal in zip(unknown, await sealer.checksums(items) if items else (), strict=True):
+                if seal is not None:
+                    self._sealed[index] = self._sealed[index]._replace(checksum=seal.checksum)
+        finally:
+            items.clear()  # Otherwise the traceback of a cancelled call keeps the arena mapped.
+
+    def _item(self, index: int) -> PutItem:
+        return self._chunks[index].key, self._chunks[index].lease.view
+
     def _payload(self, index: int) -> memoryview:
         view = self._chunks[index].lease.view
-        return view[HEADER_BYTES : HEADER_BYTES + self._sealed[index][0].payload_bytes]
+        return view[HEADER_BYTES : HEADER_BYTES + self._sealed[index].header.payload_bytes]
 
     def _settle(self, indexes: Sequence[int], outcome: PushOutcome) -> None:
         for index in indexes:

@@ -6,12 +6,12 @@ import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
-from typing import TypeVar
 
 import anyio
 from anyio import CancelScope
 from anyio.abc import TaskGroup
 
+from kvtier.bounded import remember
 from kvtier.errors import PeerError
 from kvtier.logs import printable
 from kvtier.peers.client import PeerClient
@@ -28,9 +28,6 @@ UNUSABLE_SECONDS = 30.0
 MAX_REMEMBERED = 1024
 """Entries per cache of addresses."""
 MAX_ADDRESS_LENGTH = 300
-
-KeyT = TypeVar("KeyT")
-NoteT = TypeVar("NoteT")
 
 
 def normal_address(address: str) -> str:
@@ -221,7 +218,7 @@ class Roster:
         entry = self._temporary.get(target)
         if entry is None or entry.client is not client:
             return None
-        remember(self._instances, target, client.instance)
+        remember(self._instances, target, client.instance, MAX_REMEMBERED)
         for other in self.clients:
             if other is not client and other.instance == client.instance and other.source is not None:
                 if entry.users == 1:
@@ -237,7 +234,8 @@ class Roster:
                 async with anyio.create_task_group() as tasks:
                     tasks.start_soon(self._close_when_idle, target, entry)
                     if not await entry.client.run_once():
-                        remember(self._unusable, target, time.monotonic() + UNUSABLE_SECONDS)
+                        until = time.monotonic() + UNUSABLE_SECONDS
+                        remember(self._unusable, target, until, MAX_REMEMBERED)
                     tasks.cancel_scope.cancel()
         finally:
             self._open -= 1
@@ -247,11 +245,3 @@ class Roster:
         while (left := self._idle - entry.idle_seconds(time.monotonic())) > 0:  # noqa: ASYNC110
             await anyio.sleep(left)
         self._close(target, entry)
-
-
-def remember(notes: dict[KeyT, NoteT], key: KeyT, note: NoteT) -> None:
-    """Store the newest note of an address, in a map of bounded size."""
-    notes.pop(key, None)
-    notes[key] = note
-    if len(notes) > MAX_REMEMBERED:
-        del notes[next(iter(notes))]

@@ -138,26 +138,23 @@ class Source:
         """Lease those of ``keys`` that the peer holds, and return their positions."""
         sent_at = time.monotonic()
 
-        def settle(granted: Granted, wanted: bool) -> list[int]:
+        def settle(granted: Granted) -> dict[int, RemoteLease]:
             leases = self._leases_of(granted, keys, prefix=prefix, sent_at=sent_at)
-            if wanted:
-                self.leases.add(leases)
-            else:
-                self.release(leases)
-            return granted.positions
-
-        def give_back(positions: list[int]) -> None:
-            self.leases.drop(keys[position] for position in positions)
+            return dict(zip(granted.positions, leases, strict=True))
 
         request = partial(Lookup, keys=join_keys(keys), prefix=prefix, trace=current.get())
-        return await self.endpoint.call(request, Granted, settle).reply(give_back)
+        granted = await self.endpoint.call(
+            request, Granted, settle, give_back=lambda unused: self.release(unused.values())
+        ).reply()
+        self.leases.add(granted.values())
+        return list(granted)
 
     async def contains(self, keys: Sequence[ChunkKey]) -> list[bool]:
         """Return whether the peer holds each key. Leases nothing."""
         return await self.endpoint.call(
             partial(Contains, keys=join_keys(keys)),
             Contained,
-            lambda contained, _wanted: expect_length(contained.held, len(keys)),
+            lambda contained: expect_length(contained.held, len(keys)),
         ).reply()
 
     async def readable(self, leases: Sequence[RemoteLease], codec: int = IDENTITY) -> set[RemoteLease]:
@@ -166,7 +163,7 @@ class Source:
         With a ``codec``, the peer encodes them, unless that would make one hardly smaller.
         """
 
-        def settle(group: Sequence[RemoteLease], answer: Readable, _wanted: bool) -> list[bool]:
+        def settle(group: Sequence[RemoteLease], answer: Readable) -> list[bool]:
             if answer.encoded and codec == IDENTITY:
                 raise ProtocolError("the peer has encoded chunks that were requested as they are")
             encoded = expect_length(answer.encoded or [(0, 0)] * len(group), len(group))
@@ -183,7 +180,7 @@ class Source:
     async def confirm(self, leases: Sequence[RemoteLease]) -> set[RemoteLease]:
         """Release these leases. Return those that were valid until now."""
         replies = await self.ask_each_grant(
-            leases, lambda _group: Release, Released, lambda _group, released, _wanted: released.valid
+            leases, lambda _group: Release, Released, lambda _group, released: released.valid
         )
         return {lease for group, valid in replies if valid for lease in group}
 
@@ -192,7 +189,7 @@ class Source:
         leases: Iterable[RemoteLease],
         request_of: Callable[[Sequence[RemoteLease]], Callable[..., Request]],
         reply_type: type[ReplyT],
-        settle: Callable[[Sequence[RemoteLease], ReplyT, bool], ResultT],
+        settle: Callable[[Sequence[RemoteLease], ReplyT], ResultT],
     ) -> list[tuple[Sequence[RemoteLease], ResultT]]:
         """Send a request for the leases of each grant. Return these, each with the result."""
         grants: dict[int, list[RemoteLease]] = {}
@@ -228,7 +225,7 @@ class Source:
             try:
                 for grant, numbers in unsent.items():
                     release = partial(Release, grant=grant, chunks=numbers)
-                    self.endpoint.call(release, Released, lambda _released, _wanted: None)
+                    self.endpoint.call(release, Released, lambda _released: None)
             except ChannelError as error:
                 self.endpoint.end(error)
 

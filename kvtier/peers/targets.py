@@ -15,10 +15,11 @@ from typing import Protocol
 
 import anyio
 
+from kvtier.bounded import remember
 from kvtier.concurrency.threads import WorkerThreads
 from kvtier.errors import PeerError
 from kvtier.logs import RateLimitedLog, printable
-from kvtier.peers.roster import normal_address, remember
+from kvtier.peers.roster import MAX_REMEMBERED, normal_address
 from kvtier.settings import Settings
 from kvtier.settings.peer import join_address, split_address
 
@@ -99,11 +100,11 @@ class Targets:
                 addresses = await self._resolve(wanted)
                 named = await self._registered.who_serves(addresses) if addresses else []
             if named is not None:  # Else the controller is unavailable, and what it named before counts.
-                self._found.pop(wanted, None)
                 if not named:
-                    remember(self._refused, wanted, now + REFUSED_SECONDS)
+                    self._found.pop(wanted, None)
+                    remember(self._refused, wanted, now + REFUSED_SECONDS, MAX_REMEMBERED)
                     return None
-                remember(self._found, wanted, (named[0], now))
+                remember(self._found, wanted, (named[0], now), MAX_REMEMBERED)
                 return named[0]
         found, at = self._found.get(wanted, ("", 0.0))
         return found if found and now - at < KEPT_SECONDS else None

@@ -12,6 +12,7 @@ from itertools import islice
 import anyio
 
 from kvtier.catalog.catalog import State
+from kvtier.concurrency.tasks import Changes
 from kvtier.events import Observer
 from kvtier.memory.keys import ChunkKey
 from kvtier.pipeline.hierarchy import Hierarchy
@@ -37,7 +38,7 @@ class Expectation:
         self._keys = keys
         self._take = take
         self._at = 0
-        self._changed = anyio.Event()
+        self._changes = Changes()
 
     @property
     def next_key(self) -> ChunkKey | None:
@@ -66,7 +67,7 @@ class Expectation:
         """Wait for a change. ``False`` if the next chunk has not been announced in time."""
         seconds = None if self._stage.is_announced(self.next_key) else UNANNOUNCED_SECONDS
         with anyio.move_on_after(seconds) as scope:
-            await self._changed.wait()
+            await self._changes.after(self._changes.count)
         return not scope.cancelled_caught
 
     def advance(self) -> None:
@@ -78,14 +79,13 @@ class Expectation:
             self.finished = True
         if not self.finished:
             self._stage.remember(self)
-        changed, self._changed = self._changed, anyio.Event()
-        changed.set()
+        self._changes.notify()
 
     def end(self) -> None:
         """End the wait. Idempotent."""
         self._stage.forget(self)
         self.finished = True
-        self._changed.set()
+        self._changes.notify()
         self.ended.set()
 
 

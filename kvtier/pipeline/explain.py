@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from itertools import groupby
 from operator import itemgetter
 
 import msgspec
 
+from kvtier.bounded import remember
 from kvtier.catalog.catalog import ALL_TIERS
 from kvtier.catalog.gone import Gone
 from kvtier.catalog.misses import AGAIN, Miss, MissReason, misses_behind
@@ -48,15 +48,13 @@ class MissStage:
     def __init__(self, hierarchy: Hierarchy, discovering: DiscoverStage) -> None:
         self._hierarchy = hierarchy
         self._discovering = discovering
-        self._identities: OrderedDict[bytes, tuple[str, str]] = OrderedDict()
-        self._beginnings: OrderedDict[bytes, dict[ChunkKey, Variant]] = OrderedDict()
+        self._identities: dict[bytes, tuple[str, str]] = {}
+        self._beginnings: dict[bytes, dict[ChunkKey, Variant]] = {}
         """By each hash of a prompt's beginning: the roots that were looked up, the newest last."""
 
     def identify(self, namespace: bytes, model: str, weights: str) -> None:
         """Note what a namespace stands for, besides its layout."""
-        self._identities[namespace] = model, weights
-        if len(self._identities) > MAX_IDENTITIES:
-            self._identities.popitem(last=False)
+        remember(self._identities, namespace, (model, weights), MAX_IDENTITIES)
 
     def explain(
         self, found: FoundPrefix, namespace: bytes = b"", adapter: str = "", beginning: bytes = b""
@@ -251,12 +249,10 @@ class MissStage:
         catalog = self._hierarchy.catalog
         for at in range(0, len(beginning), BLOCK_HASH_BYTES):
             hashed = beginning[at : at + BLOCK_HASH_BYTES]
-            known = self._beginnings.setdefault(hashed, {})
+            known = self._beginnings.get(hashed, {})
             known.pop(root, None)
             known[root] = variant
-            self._beginnings.move_to_end(hashed)
+            remember(self._beginnings, hashed, known, MAX_BEGINNINGS)
             if len(known) > MAX_VARIANTS:
                 gone = (root for root, each in known.items() if each.first not in catalog)
                 del known[next(gone, next(iter(known)))]
-        while len(self._beginnings) > MAX_BEGINNINGS:
-            self._beginnings.popitem(last=False)

@@ -18,12 +18,11 @@ MAX_CALLS = 4096
 ReplyT = TypeVar("ReplyT", bound=Reply)
 ResultT = TypeVar("ResultT")
 
-Settle = Callable[[ReplyT, bool], ResultT]
-"""Validates a reply and returns its result; the flag: whether a caller still waits.
+Settle = Callable[[ReplyT], ResultT]
+"""Validates a reply and returns its result, even if no caller waits for it any more.
 
-Called even without a waiting caller, so that what the reply grants is released. Raises
-:class:`ProtocolError` for an invalid reply, which ends the connection, and another :class:`KVTierError` for a
-failed request, which the caller gets.
+Raises :class:`ProtocolError` for an invalid reply, which ends the connection, and another
+:class:`KVTierError` for a failed request, which the caller gets.
 """
 
 
@@ -37,6 +36,8 @@ class Call(Generic[ResultT]):
     _reply_type: type[Reply] | tuple[type[Reply], ...]
     _settle: Settle[Any, ResultT]
     _on_interim: Callable[[Any], None] | None = None
+    _give_back: Callable[[ResultT], None] | None = None
+    """Gets a result that no caller gets, so that what it grants is released."""
     result: ResultT | None = None
     error: KVTierError | None = None
     settled: bool = False
@@ -53,21 +54,16 @@ class Call(Generic[ResultT]):
                 await self._done.wait()
         return self.settled
 
-    async def reply(self, give_back: Callable[[ResultT], None] | None = None) -> ResultT:
-        """Wait for the result. Gives the call up if cancelled. Raises its error.
-
-        ``give_back`` gets a result that arrives after the cancellation, but before the caller learns of that:
-        it was settled as if the caller still waited.
-        """
+    async def reply(self) -> ResultT:
+        """Wait for the result. Gives the call up if cancelled. Raises its error."""
         if not self.settled:
             self._done = self._done or anyio.Event()
             try:
                 await self._done.wait()
             except BaseException:
-                if not self.settled:
-                    self.abandon()
-                elif give_back is not None and self.error is None:
-                    give_back(self.result)
+                if self.settled and self.error is None:  # Since it was cancelled, but before it knows that.
+                    self._return_result()
+                self.abandon()
                 raise
         if self.error is not None:
             # All calls of a connection fail with one error, whose traceback keeps the memory of its frames.
@@ -91,13 +87,19 @@ class Call(Generic[ResultT]):
         try:
             if not isinstance(reply, self._reply_type):
                 raise ProtocolError(f"the other side answers {self.name} with {type(reply).__name__}")  # noqa: TRY301
-            self.result = self._settle(reply, self.wanted)
+            self.result = self._settle(reply)
+            if not self.wanted:
+                self._return_result()
         except ProtocolError as error:
             self.fail(error)
             raise
         except KVTierError as error:
             self.error = error
         self._finish()
+
+    def _return_result(self) -> None:
+        if self._give_back is not None:
+            self._give_back(self.result)  # type: ignore[arg-type]  # None only if that is the result.
 
     def fail(self, error: KVTierError) -> None:
         """Settle the call without a reply."""
@@ -139,11 +141,12 @@ class Calls:
         reply_type: type[Reply] | tuple[type[Reply], ...],
         settle: Settle[Any, ResultT],
         on_interim: Callable[[Any], None] | None = None,
+        give_back: Callable[[ResultT], None] | None = None,
     ) -> Call[ResultT]:
         """Create a call with a new ticket. Raises :class:`ChannelError` beyond the limit."""
         if len(self._pending) >= self._limit:
             raise ChannelError(f"the other side has left {self._limit:,} requests unanswered")
-        call = Call(next(self._tickets), name, reply_type, settle, on_interim)
+        call = Call(next(self._tickets), name, reply_type, settle, on_interim, give_back)
         self._pending[call.ticket] = call
         return call
 

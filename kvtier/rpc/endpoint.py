@@ -111,12 +111,14 @@ class Endpoint:
         settle: Settle[ReplyT, ResultT],
         *,
         on_interim: Callable[[Any], None] | None = None,
+        give_back: Callable[[ResultT], None] | None = None,
     ) -> Call[ResultT]:
         """Send a request, made from its ticket. Raises :class:`ChannelError`.
 
-        The call fails with an error of that type when the connection ends.
+        The call fails with an error of that type when the connection ends. ``give_back`` gets a result that
+        the caller does not, because it has given up.
         """
-        call = self.calls.add(reply_type.__name__, reply_type, settle, on_interim)
+        call = self.calls.add(reply_type.__name__, reply_type, settle, on_interim, give_back)
         try:
             self.send(request(call.ticket))
         except BaseException:
@@ -126,7 +128,7 @@ class Endpoint:
 
     def ping(self) -> Call[bool]:
         """Send a ping. Raises :class:`ChannelError`."""
-        return self.call(Ping, Pong, lambda _pong, _wanted: True)
+        return self.call(Ping, Pong, lambda _pong: True)
 
     async def drain(self) -> None:
         """Wait while much is queued. Raises :class:`ChannelClosed` if the other side reads nothing.

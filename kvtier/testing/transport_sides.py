@@ -246,9 +246,12 @@ def dial_nowhere(_: Deadline) -> Connection:
 
 
 class OtherProcess:
-    """A handle on the process. Calls wait in a worker thread. Make none while the process is paused."""
+    """A handle on the process. Make no calls while the process is paused."""
 
-    def __init__(self) -> None:
+    def __init__(self, module: str = __name__, environment: Mapping[str, str] | None = None) -> None:
+        """``module``: runs :func:`serve_commands`. ``environment``: by default, that of this process."""
+        self._module = module
+        self._environment = environment
         self._process: subprocess.Popen[bytes] | None = None
         self._lock = threading.Lock()
 
@@ -257,11 +260,11 @@ class OtherProcess:
         if self._process is not None and self._process.poll() is None:
             return
         self._process = subprocess.Popen(
-            [sys.executable, "-m", __name__],
+            [sys.executable, "-m", self._module],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             # Transports are passed by module name, so everything the tests can import must be importable.
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+            env={**(self._environment or os.environ), "PYTHONPATH": os.pathsep.join(sys.path)},
             start_new_session=True,  # Ctrl-C must not end it before the links to it are closed.
         )
 
@@ -281,15 +284,16 @@ class OtherProcess:
         return self._process
 
     async def do(self, name: str, **arguments: object) -> Any:  # noqa: ANN401 - what JSON can hold
-        """Run one of :class:`Commands` in the process, and return its result."""
-        return await anyio.to_thread.run_sync(self._do, json.dumps([name, arguments]).encode())
+        """Like :meth:`call`, in a worker thread."""
+        return await anyio.to_thread.run_sync(partial(self.call, name, **arguments))
 
-    def _do(self, line: bytes) -> Any:  # noqa: ANN401 - what JSON can hold
+    def call(self, name: str, **arguments: object) -> Any:  # noqa: ANN401 - what JSON can hold
+        """Run one of the process's commands, such as those of :class:`Commands`, and return its result."""
         process = self._running
         assert process.stdin is not None
         assert process.stdout is not None
         with self._lock:
-            process.stdin.write(line + b"\n")
+            process.stdin.write(json.dumps([name, arguments]).encode() + b"\n")
             process.stdin.flush()
             reply = process.stdout.readline()
         if not reply:

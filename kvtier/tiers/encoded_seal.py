@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from kvtier.backends.base import Backend, GetItem, Outcome, PutItem, StoredObject
+from kvtier.bounded import remember
 from kvtier.catalog.catalog import Catalog
 from kvtier.concurrency.threads import spread
 from kvtier.errors import CorruptChunk, TierError, UnreadableChunk
@@ -60,9 +61,7 @@ class Layouts(dict[bytes, ChunkLayout]):
 
     def add(self, namespace: bytes, layout: ChunkLayout) -> None:
         """Remember a layout. Beyond :data:`MAX_LAYOUTS`, the oldest is forgotten."""
-        self[namespace] = layout
-        if len(self) > MAX_LAYOUTS:
-            del self[next(iter(self))]
+        remember(self, namespace, layout, MAX_LAYOUTS)
 
 
 class Codecs(NamedTuple):
@@ -218,7 +217,7 @@ class Encoder:
                 codec.decode(header, self._layouts.get(header.namespace), source, payload)
         except CorruptChunk:
             raise
-        except MemoryError as error:
+        except (MemoryError, OSError) as error:
             raise UnreadableChunk("cannot be decoded now: {!r}", error) from error
         except Exception as error:
             raise CorruptChunk("cannot be decoded: {!r}", error) from error

@@ -18,6 +18,7 @@ from kvtier.backends.base import (
     SupportsLengths,
     SupportsSealing,
 )
+from kvtier.bounded import remember
 from kvtier.concurrency.threads import WorkerThreads, spread
 from kvtier.errors import CorruptChunk, UnreadableChunk
 from kvtier.logs import RateLimitedLogs
@@ -181,10 +182,7 @@ class Seal:
                 self.on_unreadable(key)
                 self._warn(fault.kind, "chunk %s is a miss: it %s", key.hex()[:16], fault.text)
                 if self._pool is not None:
-                    self._of_others.pop(key, None)
-                    self._of_others[key] = time.monotonic()
-                    if len(self._of_others) > MAX_OF_OTHERS:
-                        del self._of_others[next(iter(self._of_others))]
+                    remember(self._of_others, key, time.monotonic(), MAX_OF_OTHERS)
                     continue
             removed.append(key)
         if not removed:

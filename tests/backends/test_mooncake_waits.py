@@ -10,26 +10,30 @@ import anyio
 import pytest
 from anyio.lowlevel import checkpoint
 
-from kvtier.backends.mooncake.backend import KeyLocks, Threads
+from kvtier.backends.mooncake.backend import Threads
+from kvtier.concurrency.locks import LockManager, LockRequest
 from kvtier.testing.backend import make_key
 
 pytestmark = pytest.mark.anyio
 
 A, B, C = (make_key(number) for number in range(3))
-LONG = 60.0
+
+
+def of(keys: list[bytes], *, exclusive: bool) -> LockRequest:
+    return LockRequest(frozenset(keys), frozenset(), exclusive=exclusive)
 
 
 class Log:
     """Batches that hold their key locks until released."""
 
-    def __init__(self, locks: KeyLocks) -> None:
+    def __init__(self, locks: LockManager) -> None:
         self.holding: list[str] = []
         self._locks = locks
         self._done: dict[str, anyio.Event] = {}
 
     async def hold(self, name: str, keys: list[bytes], *, exclusive: bool) -> None:
         self._done[name] = anyio.Event()
-        async with self._locks.held(keys, exclusive=exclusive):
+        async with self._locks.held(of(keys, exclusive=exclusive)):
             self.holding.append(name)
             await self._done[name].wait()
         self.holding.remove(name)
@@ -47,7 +51,7 @@ async def settle() -> None:
 @asynccontextmanager
 async def batches(*specs: tuple[str, list[bytes], bool]) -> AsyncIterator[Log]:
     """Start batches in this order. At the end, cancel those that still wait; no key may stay locked."""
-    locks = KeyLocks(LONG)
+    locks = LockManager()
     log = Log(locks)
     async with anyio.create_task_group() as group:
         for name, keys, exclusive in specs:
@@ -55,7 +59,7 @@ async def batches(*specs: tuple[str, list[bytes], bool]) -> AsyncIterator[Log]:
             await settle()
         yield log
         group.cancel_scope.cancel()
-    assert not locks._queues
+    assert locks.is_free(of([A, B, C], exclusive=True))
 
 
 async def test_readers_share_and_a_writer_is_exclusive() -> None:
@@ -92,7 +96,7 @@ async def test_duplicate_key_in_a_batch() -> None:
 
 
 async def test_cancelled_waiter_does_not_block_others() -> None:
-    locks = KeyLocks(LONG)
+    locks = LockManager()
     with anyio.CancelScope() as scope:
         async with anyio.create_task_group() as group:
             log = Log(locks)
@@ -113,19 +117,19 @@ async def test_cancelled_waiter_does_not_block_others() -> None:
             await settle()
             assert log.holding == ["r1", "r2"]
             scope.cancel()
-    async with locks.held([A, B, C], exclusive=True):  # At once: nothing is locked.
+    async with locks.held(of([A, B, C], exclusive=True), 0.01):  # At once: nothing is locked.
         pass
 
 
 async def test_waiting_for_a_key_times_out() -> None:
-    locks = KeyLocks(0.01)
-    async with locks.held([A], exclusive=True):
+    locks = LockManager()
+    async with locks.held(of([A], exclusive=True), 0.01):
         with pytest.raises(TimeoutError):
-            async with locks.held([A, B], exclusive=False):
+            async with locks.held(of([A, B], exclusive=False), 0.01):
                 pass
-        async with locks.held([B], exclusive=True):
+        async with locks.held(of([B], exclusive=True), 0.01):
             pass
-    async with locks.held([A, B, C], exclusive=True):  # At once: nothing is locked.
+    async with locks.held(of([A, B, C], exclusive=True), 0.01):  # At once: nothing is locked.
         pass
 
 

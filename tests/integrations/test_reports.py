@@ -73,7 +73,7 @@ class Bridge:
         if self.epoch == 0:
             return None
         assert {self.granted_by[lease] for lease in leases} <= {self.epoch}
-        call = self.calls.add("confirmations", Confirmed, lambda confirmed, _wanted: confirmed.held)
+        call = self.calls.add("confirmations", Confirmed, lambda confirmed: confirmed.held)
         self.asked.append((call, leases))
         return call
 

@@ -60,7 +60,7 @@ class Bridge:
 
     def confirm(self, leases: list[int]) -> Call[bool] | None:
         self.confirmed.append(leases)
-        call = self.calls.add("confirmations", Confirmed, lambda confirmed, _wanted: confirmed.held)
+        call = self.calls.add("confirmations", Confirmed, lambda confirmed: confirmed.held)
         self.confirmations.append(call)
         return call if self.connected else None
 

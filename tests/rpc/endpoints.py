@@ -53,7 +53,7 @@ class Side:
 
     async def ask(self, text: str) -> str:
         return await self.endpoint.call(
-            lambda ticket: Ask(ticket, text), Answer, lambda answer, _wanted: answer.text
+            lambda ticket: Ask(ticket, text), Answer, lambda answer: answer.text
         ).reply()
 
     def send_bytes(self, data: bytes) -> None:

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import anyio
 import pytest
 
@@ -18,8 +20,8 @@ class Part(Interim, frozen=True, array_like=True, tag=11):
     number: int
 
 
-def add(calls: Calls) -> Call[int]:
-    return calls.add("values", Value, lambda value, _wanted: value.number)
+def add(calls: Calls, give_back: Callable[[int], None] | None = None) -> Call[int]:
+    return calls.add("values", Value, lambda value: value.number, give_back=give_back)
 
 
 def test_reply_settles_the_call_with_its_ticket() -> None:
@@ -50,7 +52,7 @@ def test_reply_of_the_wrong_type_fails_the_call_and_raises() -> None:
 
 
 def test_invalid_reply_fails_the_call_and_raises() -> None:
-    def settle(value: Value, _wanted: bool) -> int:
+    def settle(value: Value) -> int:
         raise ProtocolError(f"{value.number} is invalid")
 
     calls = Calls()
@@ -61,7 +63,7 @@ def test_invalid_reply_fails_the_call_and_raises() -> None:
 
 
 def test_failed_request_is_an_error_of_its_caller_alone() -> None:
-    def settle(_value: Value, _wanted: bool) -> int:
+    def settle(_value: Value) -> int:
         raise PeerError("no room")
 
     calls = Calls()
@@ -72,24 +74,19 @@ def test_failed_request_is_an_error_of_its_caller_alone() -> None:
 
 def test_abandoned_call_is_still_settled() -> None:
     """What the reply grants has to be given back."""
-    seen: list[tuple[int, bool]] = []
-
-    def settle(value: Value, wanted: bool) -> None:
-        seen.append((value.number, wanted))
-
-    calls = Calls()
-    kept, abandoned = calls.add("values", Value, settle), calls.add("values", Value, settle)
+    calls, given_back = Calls(), list[int]()
+    kept, abandoned = add(calls, given_back.append), add(calls, given_back.append)
     abandoned.abandon()
     assert len(calls) == 2
     calls.settle(Value(kept.ticket, 1))
     calls.settle(Value(abandoned.ticket, 2))
-    assert seen == [(1, True), (2, False)]
+    assert given_back == [2]
 
 
 def test_interim_replies_do_not_settle() -> None:
     parts: list[int] = []
     calls = Calls()
-    call = calls.add("values", Value, lambda value, _: value.number, lambda part: parts.append(part.number))
+    call = calls.add("values", Value, lambda value: value.number, lambda part: parts.append(part.number))
     assert calls.settle(Part(call.ticket, 1))
     assert calls.settle(Part(call.ticket, 2))
     assert not call.settled
@@ -121,7 +118,7 @@ def test_end_of_the_connection_fails_every_call() -> None:
 def test_names_are_those_of_unanswered_requests() -> None:
     calls = Calls()
     add(calls)
-    calls.add("pings", Pong, lambda _pong, _wanted: True)
+    calls.add("pings", Pong, lambda _pong: True)
     assert sorted(calls.names) == ["pings", "values"]
 
 
@@ -176,17 +173,17 @@ async def test_wait_does_not_give_the_call_up() -> None:
 
 def test_ping_and_pong_share_a_ticket() -> None:
     calls = Calls()
-    call = calls.add("pings", Pong, lambda _pong, _wanted: True)
+    call = calls.add("pings", Pong, lambda _pong: True)
     assert calls.settle(Pong(Ping(call.ticket).ticket))
     assert call.result is True
 
 
 async def test_result_that_arrives_while_the_caller_is_cancelled_is_given_back() -> None:
     calls, given_back = Calls(), list[int]()
-    call = add(calls)
+    call = add(calls, given_back.append)
     with anyio.CancelScope() as scope:
         async with anyio.create_task_group() as tasks:
-            tasks.start_soon(call.reply, given_back.append)
+            tasks.start_soon(call.reply)
             await anyio.wait_all_tasks_blocked()
             scope.cancel()
             assert calls.settle(Value(call.ticket, 7))

@@ -58,9 +58,7 @@ class Caller(Client[Welcome]):
         self.received.append(message)
 
     def ask(self, text: str) -> Call[str]:
-        call = self.call(
-            "questions", lambda ticket: Ask(ticket, text), Answer, lambda answer, _wanted: answer.text
-        )
+        call = self.call("questions", lambda ticket: Ask(ticket, text), Answer, lambda answer: answer.text)
         assert call is not None
         return call
 

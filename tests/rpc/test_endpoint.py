@@ -307,7 +307,7 @@ async def test_many_messages_leave_turns_to_other_tasks() -> None:
 
 async def test_connection_ended_by_another_task() -> None:
     async with connected() as (ours, theirs):
-        call = ours.endpoint.call(lambda ticket: Ask(ticket, ""), Answer, lambda answer, _wanted: answer.text)
+        call = ours.endpoint.call(lambda ticket: Ask(ticket, ""), Answer, lambda answer: answer.text)
         ours.endpoint.end(ChannelClosed("it takes too long"))
         assert isinstance(call.error, ChannelClosed)
         await until(lambda: ours.cause and theirs.cause)
@@ -327,7 +327,7 @@ async def test_requests_that_are_not_read_do_not_keep_replies_from_being_read() 
     ours, theirs = sides()
     async with anyio.create_task_group() as tasks:
         call = ours.endpoint.call(
-            lambda ticket: Ask(ticket, "x" * 2 * DRAIN_BYTES), Answer, lambda answer, _wanted: answer.text
+            lambda ticket: Ask(ticket, "x" * 2 * DRAIN_BYTES), Answer, lambda answer: answer.text
         )
         assert ours.wire.unsent > DRAIN_BYTES
         tasks.start_soon(ours.run)

@@ -64,7 +64,7 @@ async def test_greeting_and_requests() -> None:
         endpoint = Endpoint(ClientWire(connection), decode)
         assert await endpoint.greet(Hello(3), Welcome, 3, 30.0) == Welcome(3)
         tasks.start_soon(endpoint.run)
-        call = endpoint.call(lambda ticket: Ask(ticket, "hello"), Answer, lambda answer, _: answer.text)
+        call = endpoint.call(lambda ticket: Ask(ticket, "hello"), Answer, lambda answer: answer.text)
         assert await call.reply() == "HELLO"
         assert server.endpoint is not None
         assert await server.endpoint.ping().reply()

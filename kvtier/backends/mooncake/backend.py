@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import logging
 import secrets
-from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence
-from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractAsyncContextManager, nullcontext
 from typing import ClassVar, TypeVar
 
 import anyio
@@ -15,6 +13,7 @@ import anyio
 from kvtier.backends.base import Backend, GetItem, Outcome, PutItem, SupportsCheck, SupportsRegistration
 from kvtier.backends.mooncake.client import UNREACHED, Code, MooncakeClient
 from kvtier.backends.mooncake.settings import MooncakeSettings
+from kvtier.concurrency.locks import LockManager, LockRequest
 from kvtier.concurrency.threads import WorkerThreads, in_thread
 from kvtier.errors import TierError
 from kvtier.logs import RateLimitedLog
@@ -48,7 +47,7 @@ class MooncakeBackend(Backend, SupportsRegistration, SupportsCheck):
     def __init__(self, settings: MooncakeSettings) -> None:
         self._settings = settings
         self._client = MooncakeClient(settings)
-        self._locks = KeyLocks(settings.deadline)
+        self._locks = LockManager()
         self._transfers = Threads(settings.concurrency, settings.deadline)
         self._lookups = Threads(LOOKUP_THREADS, settings.deadline)
         self._warn = RateLimitedLog(logger)
@@ -96,7 +95,7 @@ class MooncakeBackend(Backend, SupportsRegistration, SupportsCheck):
             lambda: self._client.put(names, list(views.values())),
             len(views),
             self._transfers,
-            self._locks.held(views, exclusive=True),
+            self._locked(views, exclusive=True),
         )
         outcomes = dict(zip(views, map(_put_outcome, codes), strict=True))
         return [outcomes[key] for key, _ in items]
@@ -110,7 +109,7 @@ class MooncakeBackend(Backend, SupportsRegistration, SupportsCheck):
             lambda: self._client.get(names, [view for _, view in items]),
             len(items),
             self._transfers,
-            self._locks.held(keys, exclusive=False),
+            self._locked(keys, exclusive=False),
         )
         return [_get_outcome(code, length) for code, length in zip(codes, lengths, strict=True)]
 
@@ -121,7 +120,7 @@ class MooncakeBackend(Backend, SupportsRegistration, SupportsCheck):
             lambda: self._client.remove(names),
             len(keys),
             self._lookups,
-            self._locks.held(keys, exclusive=True),
+            self._locked(keys, exclusive=True),
         )
         _expect_answers([code not in UNREACHED for code in codes])
 
@@ -155,6 +154,11 @@ class MooncakeBackend(Backend, SupportsRegistration, SupportsCheck):
 
     def _names(self, keys: Sequence[ChunkKey]) -> list[str]:
         return [self._settings.prefix + key.hex() for key in keys]
+
+    def _locked(self, keys: Iterable[ChunkKey], *, exclusive: bool) -> AbstractAsyncContextManager[None]:
+        """Share keys with other readers, or have them alone. Raises ``TimeoutError`` after the deadline."""
+        request = LockRequest(frozenset(keys), frozenset(), exclusive=exclusive)
+        return self._locks.held(request, self._settings.deadline)
 
     async def _call(
         self,
@@ -193,62 +197,6 @@ class Threads:
             return await in_thread(function, self._executor)
         finally:
             self._free.release()
-
-
-@dataclass(slots=True, eq=False)
-class _Ticket:
-    """A batch's position in the queue of each of its keys."""
-
-    keys: frozenset[ChunkKey]
-    exclusive: bool
-    granted: anyio.Event = field(default_factory=anyio.Event)
-
-
-class KeyLocks:
-    """Fair reader-writer locks on keys: readers share a key, a writer has it alone, in FIFO order.
-
-    A batch enters the queues of all its keys at once, so that two batches cannot deadlock. Not thread-safe.
-    """
-
-    def __init__(self, timeout: float) -> None:
-        self._timeout = timeout
-        self._queues: dict[ChunkKey, deque[_Ticket]] = {}
-
-    @asynccontextmanager
-    async def held(self, keys: Iterable[ChunkKey], *, exclusive: bool) -> AsyncIterator[None]:
-        """Lock ``keys``, which may contain duplicates. Raises ``TimeoutError`` after the timeout."""
-        ticket = _Ticket(frozenset(keys), exclusive)
-        for key in ticket.keys:
-            self._queues.setdefault(key, deque()).append(ticket)
-        try:
-            if not self._can_run(ticket):
-                with anyio.fail_after(self._timeout):
-                    await ticket.granted.wait()
-            yield
-        finally:
-            self._release(ticket)
-
-    def _can_run(self, ticket: _Ticket) -> bool:
-        """Return whether no earlier ticket in any of its queues conflicts with this one."""
-        for key in ticket.keys:
-            for earlier in self._queues[key]:
-                if earlier is ticket:
-                    break
-                if ticket.exclusive or earlier.exclusive:
-                    return False
-        return True
-
-    def _release(self, ticket: _Ticket) -> None:
-        behind: dict[_Ticket, None] = {}
-        for key in ticket.keys:
-            queue = self._queues[key]
-            queue.remove(ticket)
-            behind.update(dict.fromkeys(queue))
-            if not queue:
-                del self._queues[key]
-        for waiting in behind:
-            if self._can_run(waiting):
-                waiting.granted.set()
 
 
 def _expect_answers(answered: Sequence[bool]) -> None:

@@ -8,6 +8,7 @@ from itertools import accumulate, compress
 import msgspec
 from pydantic import Field
 
+from kvtier.bounded import remember
 from kvtier.catalog.catalog import Catalog, State
 from kvtier.catalog.eviction import (
     NO_PARENT,
@@ -177,10 +178,7 @@ class AdaptivePolicy(EvictionPolicy):
 
     def _note_prompt_end(self, last: Sequence[ChunkKey]) -> None:
         for key in last:
-            self._prompt_ends.pop(key, None)  # It is the most recent one again.
-            self._prompt_ends[key] = None
-        if len(self._prompt_ends) > MAX_ANSWERS:
-            del self._prompt_ends[next(iter(self._prompt_ends))]
+            remember(self._prompt_ends, key, None, MAX_ANSWERS)
 
     def answer_ended(
         self, rows: Sequence[int], keys: Sequence[ChunkKey], now: float, signature: Sequence[int]
@@ -300,9 +298,7 @@ class AdaptivePolicy(EvictionPolicy):
                 shadow.answer_ended(request, request.signature)
         if request.signature is not None:
             return
-        self._answers[last] = request
-        if len(self._answers) > MAX_ANSWERS:
-            del self._answers[next(iter(self._answers))]
+        remember(self._answers, last, request, MAX_ANSWERS)
         self._asked += self._worth(len(keys))
         self._seen += len(keys)
         if self._seen > 2 * self._window:

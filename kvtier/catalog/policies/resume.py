@@ -10,6 +10,7 @@ import msgspec
 from msgspec.structs import replace
 from pydantic import Field
 
+from kvtier.bounded import remember
 from kvtier.catalog.endings import Endings
 from kvtier.catalog.eviction import (
     NO_PARENT,
@@ -560,10 +561,7 @@ class UnfinishedPrompts:
             self._put(hash(keys[-1]), Rest(left, declined=declined, looked_up=rest.looked_up, above=above))
 
     def _put(self, key: int, rest: Rest) -> None:
-        self._rests.pop(key, None)
-        self._rests[key] = rest
-        if len(self._rests) > MAX_PROMPTS:
-            del self._rests[next(iter(self._rests))]
+        remember(self._rests, key, rest, MAX_PROMPTS)
 
 
 def _seen(keys: Sequence[ChunkKey], ghosts: Mapping[int, int]) -> Rest:

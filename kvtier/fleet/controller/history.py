@@ -19,6 +19,7 @@ import anyio
 import anyio.lowlevel
 import msgspec
 
+from kvtier.bounded import remember
 from kvtier.errors import ControllerError
 from kvtier.fleet.controller.answers import Counts
 from kvtier.fleet.controller.answers import HistorySample as Sample
@@ -165,9 +166,7 @@ class History:
         incarnation, before = self._counted.pop(member.id, (None, counted))
         if incarnation not in (None, member.hello.incarnation):
             before = {}  # It has started since then, from zero.
-        self._counted[member.id] = member.hello.incarnation, counted
-        if len(self._counted) > 2 * MAX_MEMBERS:
-            del self._counted[next(iter(self._counted))]
+        remember(self._counted, member.id, (member.hello.incarnation, counted), 2 * MAX_MEMBERS)
         for series, sample in counted.items():
             changed = Sample(seconds=0 if incarnation is None else STEP_SECONDS)
             _merge(changed, sample, [*COUNTS, *GAUGES])

@@ -203,7 +203,7 @@ class Member:
         if isinstance(command, Changing):
             command = msgspec.structs.replace(command, term=self._term())
 
-        def settle(answer: Outcome, _wanted: bool) -> Done:
+        def settle(answer: Outcome) -> Done:
             if isinstance(answer, Failed):
                 raise CommandFailed(f"{self.id}: {answer.reason[:MAX_REASON_CHARACTERS]}")
             assert isinstance(answer, Done)

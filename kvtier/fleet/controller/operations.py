@@ -13,6 +13,7 @@ from anyio import CancelScope
 from anyio.abc import TaskGroup
 from starlette.requests import HTTPConnection
 
+from kvtier.concurrency.locks import LockManager, LockRequest
 from kvtier.concurrency.tasks import open_background_tasks
 from kvtier.errors import ControllerError
 from kvtier.fleet.controller.answers import LookupAnswer
@@ -22,7 +23,7 @@ from kvtier.fleet.controller.events import Event, EventLog, Kind, Position
 from kvtier.fleet.controller.explanations import Explanations
 from kvtier.fleet.controller.member import Member
 from kvtier.fleet.controller.moves import Copy, Move, Prefetch
-from kvtier.fleet.controller.operation import LockManager, LockRequest, Operation, StoredOperation
+from kvtier.fleet.controller.operation import Operation, StoredOperation
 from kvtier.fleet.controller.pin_and_clear import Clear, PinChunks, UnpinChunks
 from kvtier.fleet.controller.pins import Pins
 from kvtier.fleet.controller.prompts import Prompts

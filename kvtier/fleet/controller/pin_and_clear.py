@@ -8,12 +8,11 @@ from functools import partial
 
 import anyio
 
+from kvtier.concurrency.locks import LockManager, LockRequest
 from kvtier.fleet.controller.errors import CommandFailed, MemberGone
 from kvtier.fleet.controller.events import Result
 from kvtier.fleet.controller.member import Member, TierRef
 from kvtier.fleet.controller.operation import (
-    LockManager,
-    LockRequest,
     Operation,
     Part,
     Plan,
@@ -214,9 +213,7 @@ async def restore_pins(registry: Registry, pins: Pins, locks: LockManager) -> No
 async def _restore(member: Member, pins: Pins, locks: LockManager) -> None:
     count = 0
     # Else an unpin or a clear could end pins before they are given again.
-    lock = LockRequest(frozenset((member.id,)), None, exclusive=False)
-    locks.enqueue(lock)
-    async with locks.acquire(lock):
+    async with locks.held(LockRequest(None, frozenset((member.id,)), exclusive=False)):
         try:
             for keys, seconds in pins.of(member.id):
                 for part in _parts(keys):

@@ -13,6 +13,7 @@ from types import MappingProxyType
 
 import anyio
 
+from kvtier.bounded import remember
 from kvtier.concurrency.tasks import Changes
 from kvtier.errors import ChannelClosed
 from kvtier.fleet.controller.answers import GoneAnswer
@@ -90,13 +91,11 @@ class Models:
     def add(self, models: Iterable[Model]) -> None:
         """Add the models that an instance serves."""
         for model in models:
-            known = self._models.pop(model.namespace, None)
+            known = self._models.get(model.namespace)
             if known is not None:
                 names = list(dict.fromkeys([*model.names, *known.names]))[:MAX_NAMES]
                 model = Model(names, model.namespace, model.layout, model.tokenizer)
-            self._models[model.namespace] = model
-            if len(self._models) > MAX_MODELS:
-                del self._models[next(iter(self._models))]
+            remember(self._models, model.namespace, model, MAX_MODELS)
 
     def all(self) -> list[Model]:
         """Return all known models, one per namespace."""
@@ -263,14 +262,13 @@ class Registry:
         # Only now: the next instance in this place must not get its chunks.
         self._vacant_places.extend(member.places)
         logger.info("instance %s disconnected: %s", member.id, member.closed_reason)
-        self.gone[member.id] = GoneAnswer(
+        gone = GoneAnswer(
             instance=member.id,
             host=member.hello.host,
             disconnected_at=time.time(),
             reason=member.closed_reason or why,
         )
-        if len(self.gone) > MAX_GONE:
-            del self.gone[next(iter(self.gone))]
+        remember(self.gone, member.id, gone, MAX_GONE)
         self.changes.notify()
 
     def report(self, member: Member, message: Serves | Heartbeat | WhatIf | UpToDate | Lost) -> None:

@@ -170,7 +170,7 @@ class Session:
         """
         asked = list(addresses[:MAX_ADDRESSES])
         served = await self._ask(
-            lambda ticket: WhoServes(ticket, asked), ServedAt, lambda answer, _wanted: answer.peers
+            lambda ticket: WhoServes(ticket, asked), ServedAt, lambda answer: answer.peers
         )
         return None if served is None else [address for address in served if address in asked]
 
@@ -183,7 +183,7 @@ class Session:
         self,
         question: Callable[[int], WhoHolds | WhoServes],
         kind: type[ReplyT],
-        settle: Callable[[ReplyT, bool], AnswerT],
+        settle: Callable[[ReplyT], AnswerT],
     ) -> AnswerT | None:
         """Ask the controller. Return ``None`` if too many questions are open. Raises ``ChannelError``."""
         if self._questions >= MAX_QUESTIONS:
@@ -317,7 +317,7 @@ class Session:
                 await self._send(progress)
 
 
-def _holders(answer: HeldBy, _wanted: bool) -> list[tuple[str, int]]:
+def _holders(answer: HeldBy) -> list[tuple[str, int]]:
     if len(answer.peers) != len(answer.chunks):
         raise ProtocolError(f"HeldBy has {len(answer.peers)} peers, but {len(answer.chunks)} chunk counts")
     return list(zip(answer.peers, answer.chunks, strict=True))

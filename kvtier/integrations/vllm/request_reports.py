@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING
 
+from kvtier.bounded import remember
 from kvtier.bridge.protocol import Explanation, Outcome
 from kvtier.catalog.misses import text_of
 
@@ -40,9 +41,7 @@ class RequestReports:
         if (awaited := self._outcomes.pop(explanation.ticket, None)) is not None:
             self._report(awaited, explanation)
             return
-        self._explanations[explanation.ticket] = explanation
-        if len(self._explanations) > MAX_AWAITED:
-            del self._explanations[next(iter(self._explanations))]
+        remember(self._explanations, explanation.ticket, explanation, MAX_AWAITED)
 
     def lost(self) -> None:
         """Report all requests that wait for an explanation, as those who could give it are gone."""

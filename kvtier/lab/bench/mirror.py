@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import os
-import subprocess
-import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from kvtier.lab.bench.sides import STAMP_BYTES, BenchFailed, Chunk
 from kvtier.memory.arena import Arena, ArenaMap, address_of
 from kvtier.memory.keys import ChunkKey
+from kvtier.testing.transport_sides import OtherProcess
 
 
 class Mirror:
@@ -42,34 +40,12 @@ class Mirror:
         self._map.close()
 
 
-class Helper:
-    """A process that runs a module and answers each line of JSON with one. Methods block."""
+class Helper(OtherProcess):
+    """The other process of a benchmark, or one for its limit. Calls raise :class:`BenchFailed`."""
 
-    def __init__(self, module: str, *arguments: object, environment: Mapping[str, str] | None = None) -> None:
-        command = [sys.executable, "-m", module, *map(str, arguments)]
-        # In a session of its own: Ctrl-C ends this process first, which then kills it.
-        self._process = subprocess.Popen(
-            command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True
-        )
-        self.number = self._process.pid
-        self.started = self._reply()
-        """The first line, which it writes when it is ready."""
-
-    def do(self, **command: object) -> Any:  # noqa: ANN401 - what JSON can hold
-        """Send a command, and return the reply."""
-        assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps(command).encode() + b"\n")
-        self._process.stdin.flush()
-        return self._reply()
-
-    def kill(self) -> None:
-        """Kill the process."""
-        self._process.kill()
-        self._process.communicate()
-
-    def _reply(self) -> Any:  # noqa: ANN401 - what JSON can hold
-        assert self._process.stdout is not None
-        line = self._process.stdout.readline()
-        if not line:
-            raise BenchFailed(f"a helper process exited with status {self._process.wait()}")
-        return json.loads(line)
+    def call(self, name: str, **arguments: object) -> Any:  # noqa: ANN401 - what JSON can hold
+        """See :meth:`OtherProcess.call`."""
+        try:
+            return super().call(name, **arguments)
+        except (AssertionError, ConnectionError) as error:
+            raise BenchFailed(str(error)) from error

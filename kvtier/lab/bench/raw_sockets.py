@@ -1,8 +1,8 @@
 """Limit of the TCP transport: move chunks between two arenas on blocking sockets, with a thread each.
 
-As a program, it takes the path of an arena and its capacity, writes a port as a line, and serves connections
-until it is killed. A request is a kind, an offset and a length. ``R``: the server replies with ``length``
-bytes of the arena. ``W``: ``length`` bytes for the arena follow; the server acknowledges them.
+As a program, it serves an arena on a port. A request is a kind, an offset and a length. ``R``: the server
+replies with ``length`` bytes of the arena. ``W``: ``length`` bytes for the arena follow; the server
+acknowledges them.
 """
 
 from __future__ import annotations
@@ -10,11 +10,12 @@ from __future__ import annotations
 import os
 import socket
 import struct
-import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from typing import Any
+
+import anyio
 
 from kvtier.lab.bench.mirror import Helper, Mirror
 from kvtier.lab.bench.raw_resp import connected, exactly, fill
@@ -22,6 +23,7 @@ from kvtier.lab.bench.sides import Chunk, InThreads
 from kvtier.memory.arena import ArenaMap
 from kvtier.memory.keys import ChunkKey
 from kvtier.memory.slices import PAGE_BYTES
+from kvtier.testing.transport_sides import serve_commands
 
 _REQUEST = struct.Struct("<c7xQQ40x")
 """64 bytes, because the kernel takes up to twice as long for unaligned copies."""
@@ -35,8 +37,10 @@ class RawSockets(InThreads):
 
     def __init__(self, mirror: Mirror, connections: int) -> None:
         self._mirror = mirror
-        self._server = Helper(__name__, mirror.path, mirror.capacity)
-        super().__init__([connected(("127.0.0.1", self._server.started)) for _ in range(connections)])
+        self._server = Helper(__name__)
+        self._server.start()
+        port = self._server.call("listen", path=str(mirror.path), capacity=mirror.capacity)
+        super().__init__([connected(("127.0.0.1", port)) for _ in range(connections)])
 
     def put_one(self, connection: socket.socket, key: ChunkKey, view: memoryview) -> None:
         """See :meth:`InThreads.put_one`."""
@@ -83,17 +87,21 @@ def _serve(connection: socket.socket, arena: ArenaMap) -> None:
                 connection.sendall(_DONE)
 
 
-def main() -> None:
-    """Serve connections, with a thread each."""
-    path, capacity = sys.argv[1:]
-    arena = ArenaMap(os.open(path, os.O_RDWR), int(capacity))
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        sys.stdout.write(f"{listener.getsockname()[1]}\n")
-        sys.stdout.flush()
-        while True:
-            connection, _ = listener.accept()
-            threading.Thread(target=_serve, args=(connection, arena), daemon=True).start()
+class _Server:
+    async def listen(self, path: str, capacity: int) -> int:
+        """Serve connections to an arena, with a thread each. Return the port."""
+        arena = ArenaMap(os.open(path, os.O_RDWR), capacity)
+        listener = socket.create_server(("127.0.0.1", 0))
+        port: int = listener.getsockname()[1]
+
+        def accept() -> None:
+            while True:
+                connection, _ = listener.accept()
+                threading.Thread(target=_serve, args=(connection, arena), daemon=True).start()
+
+        threading.Thread(target=accept, daemon=True).start()
+        return port
 
 
 if __name__ == "__main__":
-    main()
+    anyio.run(serve_commands, _Server())

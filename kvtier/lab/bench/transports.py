@@ -14,14 +14,14 @@ from pathlib import Path
 from typing import Any
 
 from kvtier.lab.bench.bare_nixl import BareNixl
-from kvtier.lab.bench.mirror import Mirror
+from kvtier.lab.bench.mirror import Helper, Mirror
 from kvtier.lab.bench.raw_sockets import RawSockets
 from kvtier.lab.bench.rows import KVTIER, LIMIT, Extent, Row
-from kvtier.lab.bench.sides import BenchFailed, Chunk, Side, expect_ok, make_chunks, random_keys, timed
+from kvtier.lab.bench.sides import Chunk, Side, expect_ok, make_chunks, random_keys, timed
 from kvtier.lab.bench.turns import Advance, Turns, closing
 from kvtier.memory.arena import Arena
 from kvtier.memory.keys import ChunkKey
-from kvtier.testing.transport_sides import OtherProcess, SimpleGrants, dial_to
+from kvtier.testing.transport_sides import SimpleGrants, dial_to
 from kvtier.transports.base import Link, RemoteSpan, Transport
 from kvtier.transports.nixl.settings import NixlSettings
 from kvtier.transports.tcp.transport import TcpSettings
@@ -96,9 +96,10 @@ async def open_sides(
         stack.push_async_callback(transport.close)
         await transport.open(arena, SimpleGrants(arena))
         chunks = make_chunks(arena, random_keys(count), size)
-        other = OtherProcess()
+        other = Helper()
         stack.callback(other.kill)
-        endpoint, port = await _start(other, kind, raw, capacity)
+        other.start()
+        endpoint, port = await other.open(kind, dict(raw), capacity, None)
         granted = await other.grant([size] * count, access=None)
         mirror = Mirror(arena, Path(await other.do("arena_path")), chunks)
         stack.callback(mirror.close)
@@ -115,17 +116,6 @@ async def open_sides(
         if LIMIT in sides:
             stack.push_async_callback(sides[LIMIT].close)
         yield sides, chunks
-
-
-async def _start(
-    other: OtherProcess, kind: type[Transport], raw: Mapping[str, Any], capacity: int
-) -> tuple[bytes, int]:
-    """Start the other process; return its endpoint, and the port that it listens on."""
-    other.start()
-    try:
-        return await other.open(kind, dict(raw), capacity, None)
-    except (AssertionError, ConnectionError) as error:
-        raise BenchFailed(str(error)) from error
 
 
 def family(process: int) -> set[int]:

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from itertools import compress
 from typing import NamedTuple
 
+from kvtier.bounded import remember
 from kvtier.catalog.hints import ChunkHints
 from kvtier.catalog.sampling import ESTIMATE_SAMPLE, SAMPLED
 from kvtier.events import AnswerEnd, PromptLookup
@@ -253,9 +254,7 @@ class Estimate:
             elif self._counting:
                 miniature.skip(count)
         if keys:
-            self._answers[seen.keys[-1]] = keys, seen.hints
-            if len(self._answers) > MAX_ANSWERS:
-                del self._answers[next(iter(self._answers))]
+            remember(self._answers, seen.keys[-1], (keys, seen.hints), MAX_ANSWERS)
         if self._counting:
             self.compared += count
         else:

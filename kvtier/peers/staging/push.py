@@ -143,7 +143,7 @@ class StagingSource(PushSource):
     async def _find(self, target: Pusher, namespace: bytes) -> PeerStaging | None:
         """Query the peer's staging buffers. Not cached: they may change, and the query takes about 100 µs."""
         request = partial(Stage, namespace=namespace)
-        staged = await target.source.endpoint.call(request, Staged, lambda reply, _wanted: reply).reply()
+        staged = await target.source.endpoint.call(request, Staged, lambda reply: reply).reply()
         if staged.refusal:
             self._of.last_error = printable(staged.refusal)
             return None

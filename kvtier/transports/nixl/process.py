@@ -287,7 +287,7 @@ class NixlProcess:
         return f"the NIXL process {how}"
 
 
-def _successful(answer: AnswerT, _wanted: bool) -> AnswerT:
+def _successful(answer: AnswerT) -> AnswerT:
     if answer.failure:
         raise PeerError(f"NIXL {answer.failure}")
     return answer

@@ -10,9 +10,9 @@ import anyio
 import anyio.lowlevel
 import pytest
 
+from kvtier.concurrency.locks import LockManager, LockRequest
 from kvtier.fleet.controller import prompts
 from kvtier.fleet.controller.bodies import LookupBody
-from kvtier.fleet.controller.operation import LockManager, LockRequest
 from kvtier.fleet.controller.prompts import PromptChunks
 from kvtier.fleet.member.protocol import Changed, Command, Delete, Fetch, Model, TierDescription, Tokenize
 from kvtier.memory.keys import ChunkKey, join_keys
@@ -396,7 +396,7 @@ FIRST, SECOND = keys_of("prompts", 2)
 
 
 def request(instances: str, *roots: ChunkKey, exclusive: bool = True) -> LockRequest:
-    return LockRequest(frozenset(instances), frozenset(roots) if roots else None, exclusive=exclusive)
+    return LockRequest(frozenset(roots) if roots else None, frozenset(instances), exclusive=exclusive)
 
 
 @pytest.mark.parametrize(
