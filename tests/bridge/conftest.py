@@ -12,8 +12,8 @@ from tests.rigs.bridges import _close_bridges, start
 __all__ = ["_close_bridges", "start"]
 
 
-@pytest.fixture(scope="session")
-def imported_peers() -> None:
+@pytest.fixture(scope="session", autouse=True)
+def _imported_modules() -> None:
     """Import slow modules up front: they would block the event loop of the first test for a second."""
     import_module("kvtier.peers.kv_transfer")
     import_module("kvtier.peers.server")

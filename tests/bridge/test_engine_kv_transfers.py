@@ -26,7 +26,7 @@ from kvtier.testing.servers import free_port
 from tests.rigs.scripted_engine import CHUNK_TOKENS, KEYS, LAYOUT, ROOT, TOKENS, Host, Peer, open_host, store
 from tests.rigs.waiting import until
 
-pytestmark = [pytest.mark.anyio, pytest.mark.usefixtures("imported_peers")]
+pytestmark = pytest.mark.anyio
 
 
 PEER = {"listen": "127.0.0.1:0", "secret": "sixteen or more characters", "share": 0.9}

@@ -14,7 +14,7 @@ from kvtier.bridge.protocol import KVTransfer, KVTransferResult
 from kvtier.memory.keys import join_keys
 from tests.rigs.scripted_engine import KEYS, ROOT, TOKENS, Peer, open_host
 
-pytestmark = [pytest.mark.anyio, pytest.mark.usefixtures("imported_peers")]
+pytestmark = pytest.mark.anyio
 
 PEER = {"secret": "0123456789abcdef" * 4}
 
