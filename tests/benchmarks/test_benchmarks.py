@@ -46,6 +46,7 @@ NAMES = sorted(
 """Those with the option ``--small``: all that are not part of another one."""
 TRACES = ("hit_rates", "misses", "replay_vllm", "retention", "whatif", "write_admission")
 OPTIONS = {
+    "codec_first_tokens": ["--media", "s3", "peer"],
     "compare": ["--rows", "cpu", "disk", "direct", "tokens"],
     "peers": ["--transport", "tcp", "--peers", "2"],
     "pools": ["--pool", "redis", "--pool", "s3"],
@@ -77,6 +78,8 @@ ENGINES = (
 SLOW = (
     *ENGINES,
     "busy",
+    "codec_links",
+    "codec_quality",
     "cold_loads",
     "compare",
     "controller_failover",
@@ -94,7 +97,7 @@ SLOW = (
 ROWS = {
     "busy": ["first load from disk", "lookup of 32,768 tokens", "retrieve 8 MiB", "loop blocked, wall, p99"],
     "catalog": ["add a chunk", "prefix of 128 chunks", "the 1024 coldest"],
-    "codec_first_tokens": ["disk", "Redis, 10 Gb/s", "S3, 10 Gb/s", "peer, 10 Gb/s"],
+    "codec_first_tokens": ["S3, 10 Gb/s", "peer, 10 Gb/s"],
     "codec_links": ["25 Gb/s, stored", "25 Gb/s, retrieved", "25 Gb/s, fetched"],
     "codec_quality": ["identity", "fp8", "int8", "int4"],
     "codecs": ["bfloat16", "float32", "fp8 e5m2"],
