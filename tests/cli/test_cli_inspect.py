@@ -152,6 +152,20 @@ def test_verify_without_the_native_core(
     assert encoded.exists()
 
 
+def test_verify_without_enough_memory(
+    kvtier: Kvtier, folder: Path, encoded: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What does not fit into memory is not corrupt, and not deleted."""
+
+    def fail(*_: object) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr(LosslessCodec, "decode", fail)
+    result = kvtier("inspect", "verify", folder, "--delete")
+    assert "0 corrupt, 1 unreadable." in result.output
+    assert encoded.exists()
+
+
 def test_verify_of_a_file_that_cannot_be_read(
     kvtier: Kvtier, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
