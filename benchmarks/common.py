@@ -31,6 +31,7 @@ __all__ = [
     "confirm",
     "filled",
     "interleave",
+    "loads",
     "parse",
     "ratio",
     "reserve",
@@ -40,6 +41,8 @@ __all__ = [
 
 ANSWER_SECONDS = 60.0
 RESAMPLES = 4000
+loads: set[int] = set()
+"""The processes of ``--busy``, whose CPU time is not that of what is measured."""
 
 ResultT = TypeVar("ResultT")
 SampleT = TypeVar("SampleT")
@@ -62,7 +65,7 @@ def parse(parser: argparse.ArgumentParser, **small: object) -> argparse.Namespac
     if options.busy:
         load = ExitStack()
         atexit.register(load.close)
-        load.enter_context(saturated(options.busy))
+        loads.update(load.enter_context(saturated(options.busy)))
     return options
 
 

@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 
 import anyio
 
-from benchmarks.common import MIB, parse, ratio, show, speed
+from benchmarks.common import MIB, loads, parse, ratio, show, speed
 from kvtier.lab.bench.rows import KVTIER, LIMIT, percentile
 from kvtier.lab.bench.sides import Chunk, Side, clear_stamps, have_stamps
 from kvtier.lab.bench.transports import family, open_sides
@@ -101,7 +101,7 @@ async def interleave(sides: Mapping[str, Side], chunks: Sequence[Chunk], extent:
     seconds: dict[str, dict[str, list[float]]] = {call: defaultdict(list) for call in ("read", "write")}
     cpu: dict[str, dict[str, float]] = {call: defaultdict(float) for call in seconds}
     keys = [key for key, _ in chunks]
-    processes = family(os.getpid())  # Those of the other sides are stopped, or wait.
+    processes = family(os.getpid()) - loads  # Those of the other sides are stopped, or wait.
     for turn in range(turns_of(extent, len(chunks)) + 1):
         for name in list(sides)[:: 1 if turn % 2 else -1]:
             with others_paused(sides, name):
@@ -171,7 +171,7 @@ class Meter:
     cost: Cost
 
     def __enter__(self) -> Meter:
-        self._processes = family(os.getpid())
+        self._processes = family(os.getpid()) - loads
         self._cpu_seconds, self._started = cpu_seconds(self._processes), time.perf_counter()
         return self
 

@@ -28,12 +28,11 @@ PR_SET_PDEATHSIG = 1
 
 
 @contextmanager
-def saturated(processes_per_core: int = 3) -> Iterator[None]:
-    """Run that many CPU-bound processes per core."""
+def saturated(processes_per_core: int = 3) -> Iterator[set[int]]:
+    """Run that many CPU-bound processes per core; yield their ids."""
     with ExitStack() as stack:
-        for _ in range(processes_per_core * len(os.sched_getaffinity(0))):
-            stack.enter_context(_running("spin"))
-        yield
+        count = processes_per_core * len(os.sched_getaffinity(0))
+        yield {stack.enter_context(_running("spin")) for _ in range(count)}
 
 
 @contextmanager
@@ -60,14 +59,14 @@ def fragmented(folder: Path, max_bytes: int) -> Iterator[None]:
 
 
 @contextmanager
-def _running(*arguments: str) -> Iterator[None]:
+def _running(*arguments: str) -> Iterator[int]:
     command = [sys.executable, "-S", __file__, str(os.getpid()), *arguments]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, start_new_session=True)
     assert process.stdout is not None
     try:
         if process.stdout.readline() != b"ready\n":
             raise MemoryError(f"the load {arguments[0]} did not start")
-        yield
+        yield process.pid
     finally:
         os.killpg(process.pid, signal.SIGKILL)
         process.wait()

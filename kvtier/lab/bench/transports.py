@@ -89,6 +89,7 @@ async def open_sides(
     """Start the other process. Yield the transport and its limit, if any, and ``count`` chunks to move."""
     settings = kind.settings_type.model_validate(dict(raw))
     capacity = count * size + MIB
+    before = family(os.getpid())
     async with AsyncExitStack() as stack:
         arena = Arena.create(capacity)
         stack.push(closing(arena))
@@ -111,7 +112,7 @@ async def open_sides(
         if isinstance(settings, TcpSettings):
             sides[LIMIT] = RawSockets(mirror, settings.connections)
         elif isinstance(settings, NixlSettings):
-            link.helpers = family(os.getpid()) - {os.getpid(), other.pid}
+            link.helpers = family(os.getpid()) - before - {other.pid}
             sides[LIMIT] = BareNixl(mirror, settings.environment())
         if LIMIT in sides:
             stack.push_async_callback(sides[LIMIT].close)
