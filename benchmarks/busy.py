@@ -192,7 +192,7 @@ class Bench:
         blocked = json.loads(self._report.read_text())
         return results | {f"loop blocked, {what}": value for what, value in blocked.items()}
 
-    def _load(self, condition: str) -> AbstractContextManager[None]:
+    def _load(self, condition: str) -> AbstractContextManager[object]:
         if condition in ("saturated", "nice"):
             return saturated()
         if condition == "disk":

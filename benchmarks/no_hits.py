@@ -127,7 +127,7 @@ def run(
     return results
 
 
-def load(condition: str) -> AbstractContextManager[None]:
+def load(condition: str) -> AbstractContextManager[object]:
     return saturated(1) if condition == "busy" else nullcontext()
 
 
