@@ -13,6 +13,10 @@ requests per second that it answers if all are sent at once. In each turn, all s
 the same times, in random order. Before each window, the last request of each open session is sent, so that
 the window begins as in the middle of a long run; the prompts of each window are new.
 
+With ``--in-flight``, each request is sent as soon as fewer than so many wait for their answers (a closed
+loop). That tells at how many requests per second a system is saturated, more exactly than latencies near that
+rate.
+
 vLLM's own prefix cache is on, with room for some prompts only (``--engine-memory``): as in a fleet, more
 sessions are open than it holds. Goodput is the requests per second, of those that arrive in the window, whose
 TTFT and time per output token (TPOT) are within the objective. Hits are as vLLM counts them. With
@@ -62,6 +66,8 @@ from kvtier.lab.demo.server import DemoFailed
 
 PLAIN = "plain"
 CAPACITY_REQUESTS = 32
+CLOSED_LOOP_RATE = 10.0
+"""Requests of a window with a given number in flight, for each of its ``--seconds``."""
 SETTLE_SECONDS = 1.0
 """Before a window and after it, for background stores. No result depends on its length."""
 TRACE_GAP_SECONDS = 0.5
@@ -154,7 +160,9 @@ def parsed() -> argparse.Namespace:
         default=[0.3, 0.6, 0.9, 1.2, 1.5],
         help="rates, relative to the capacity of vLLM alone; default: %(default)s",
     )
-    parser.add_argument("--rates", nargs="+", type=float, help="instead: requests per second")
+    instead = parser.add_mutually_exclusive_group()
+    instead.add_argument("--rates", nargs="+", type=float, help="instead: requests per second")
+    instead.add_argument("--in-flight", nargs="+", type=int, metavar="N", help="instead: requests at once")
     for name, (default, text) in NUMBERS.items():
         text = f"{text}; default: %(default)s"
         parser.add_argument(f"--{name}", type=type(default), default=default, metavar="N", help=text)
@@ -169,12 +177,16 @@ def parsed() -> argparse.Namespace:
         sessions=3,
         layers=1,
     )
-    if options.rates is None and PLAIN not in options.systems:
-        parser.error(f"without --rates, --systems needs {PLAIN}: rates are relative to its capacity")
+    if options.rates is None and options.in_flight is None and PLAIN not in options.systems:
+        parser.error(
+            f"without --rates and --in-flight, --systems needs {PLAIN}: rates are relative to its capacity"
+        )
     if TRACE in options.workloads and options.trace is None:
         parser.error(f"--workloads {TRACE} needs --trace")
     if options.client == "vllm" and "replicas" in options.storage:
         parser.error("--client vllm sends to one engine only")
+    if options.client == "vllm" and options.in_flight is not None:
+        parser.error("--client vllm sends requests at their times only")
     return options
 
 
@@ -189,11 +201,12 @@ def measure_all(options: argparse.Namespace, storage: str) -> None:
     ) as systems:
         for workload in options.workloads:
             name = f"{workload}, {STORAGE[storage]}"
-            rates, capacity = rates_for(options, workload, systems)
-            windows: Windows = {(system.name, load): [] for system in systems for load in rates}
+            loads, capacity = loads_for(options, workload, systems)
+            windows: Windows = {(system.name, load): [] for system in systems for load in loads}
             for turn in range(options.turns):
-                for load, rate in rates.items():
+                for load, (rate, in_flight) in loads.items():
                     arrivals = plan_for(options, workload, rate, f"{options.seed} {turn} {load}")
+                    arrivals = arrivals._replace(in_flight=in_flight)
                     for system in order.sample(systems, len(systems)):
                         window = measure(system, arrivals, turn, options)
                         windows[system.name, load].append(window)
@@ -216,12 +229,14 @@ def plan_for(options: argparse.Namespace, workload: str, rate: float, seed: str)
     return plan(WORKLOADS[workload], count, options.seconds, options.sessions, f"{workload} {seed}")
 
 
-def rates_for(
+def loads_for(
     options: argparse.Namespace, workload: str, systems: Sequence[System]
-) -> tuple[dict[str, float], float]:
-    """Return the requests per second by the name of the load, and the capacity of vLLM alone or 0."""
+) -> tuple[dict[str, tuple[float, int]], float]:
+    """Return the requests per second, and in flight or 0, by load, and the capacity of vLLM alone or 0."""
     if options.rates is not None:
-        return {f"{rate:g}/s": rate for rate in options.rates}, 0.0
+        return {f"{rate:g}/s": (rate, 0) for rate in options.rates}, 0.0
+    if options.in_flight is not None:
+        return {f"{count} at once": (CLOSED_LOOP_RATE, count) for count in options.in_flight}, 0.0
     system = next((system for system in systems if system.name == PLAIN), None)
     if system is None:
         raise SystemExit("vLLM alone did not start, so its capacity is not known")
@@ -231,7 +246,7 @@ def rates_for(
     window = measure(system, arrivals._replace(requests=at_once), 0, options, own=True)
     capacity = len(at_once) / window.end
     print(f"{workload}: vLLM alone answers {capacity:.2f} requests/s", file=sys.stderr, flush=True)
-    return {f"{load:g}": load * capacity for load in options.loads}, capacity
+    return {f"{load:g}": (load * capacity, 0) for load in options.loads}, capacity
 
 
 def measure(
@@ -243,31 +258,34 @@ def measure(
     time.sleep(SETTLE_SECONDS)
     counted = arrivals.requests if sent else [*arrivals.before, *arrivals.requests]
     tokens = sum(len(request.blocks) for request in counted) * arrivals.block_tokens
-    return Window(turn, samples, options.seconds, tokens, hits, cpu)
+    seconds = max(sample.end for sample in samples) if arrivals.in_flight else options.seconds
+    return Window(turn, samples, seconds, tokens, hits, cpu)
 
 
 Measured = tuple[list[Sample], Mapping[str, int], float]
 
 
 def by_own_client(system: System, arrivals: Plan, options: argparse.Namespace) -> Measured:
-    anyio.run(offer, system.clients, arrivals._replace(requests=arrivals.before), options.timeout, True)
+    before_it = arrivals._replace(requests=arrivals.before, in_flight=1)
+    anyio.run(offer, system.clients, before_it, options.timeout)
     time.sleep(SETTLE_SECONDS)
     before = sources(system)
     cpu = time.process_time()
-    samples = anyio.run(offer, system.clients, arrivals, options.timeout, False)
+    samples = anyio.run(offer, system.clients, arrivals, options.timeout)
     cpu = time.process_time() - cpu
     return samples, sources(system) - before, cpu
 
 
-async def offer(clients: Sequence[Client], arrivals: Plan, limit: float, in_turn: bool) -> list[Sample]:
-    """Send the requests of a window at their times, or one after the other, to the engines in turn."""
+async def offer(clients: Sequence[Client], arrivals: Plan, limit: float) -> list[Sample]:
+    """Send the requests of a window, to the engines in turn."""
     bodies = [
         request.body(clients[at % len(clients)], arrivals.block_tokens)
         for at, request in enumerate(arrivals.requests)
     ]
     samples: dict[int, Sample] = {}
     https = [http_client(client.url) for client in clients]
-    started = time.perf_counter() + LEAD_SECONDS
+    started = time.perf_counter() + (0.0 if arrivals.in_flight else LEAD_SECONDS)
+    places = anyio.Semaphore(arrivals.in_flight or len(bodies))
 
     async def one(at: int, request: Request, due: float) -> None:
         try:
@@ -286,14 +304,14 @@ async def offer(clients: Sequence[Client], arrivals: Plan, limit: float, in_turn
                 sum(gaps) / max(1, len(gaps)),
                 due - started + answer.late + answer.seconds,
             )
+        places.release()
 
     try:
         async with anyio.create_task_group() as tasks:
             for at, request in enumerate(arrivals.requests):
-                if in_turn:
-                    await one(at, request, time.perf_counter())
-                else:
-                    tasks.start_soon(one, at, request, started + request.time)
+                await places.acquire()
+                due = time.perf_counter() if arrivals.in_flight else started + request.time
+                tasks.start_soon(one, at, request, due)
     finally:
         for http in https:
             await http.aclose()

@@ -55,6 +55,8 @@ class Plan(NamedTuple):
     requests: Sequence[Request]
     """By their time."""
     block_tokens: int = BLOCK
+    in_flight: int = 0
+    """If not 0, times do not count: each is sent as soon as fewer than so many have not been answered."""
 
 
 class Workload(NamedTuple):

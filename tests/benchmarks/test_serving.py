@@ -76,44 +76,57 @@ def test_trace_for_vllm_has_the_same_prefixes_and_times() -> None:
     ]
 
 
-async def served(answers: int, requests: int) -> tuple[list[Sample], int]:
-    """Offer requests to a server that answers none before all have arrived, and only some of them at all."""
-    arrived, everyone = 0, anyio.Event()
+async def served(answers: int, requests: int, in_flight: int = 0) -> tuple[list[Sample], int]:
+    """Offer requests to a server that answers none before all, or all that may be in flight, have arrived.
+
+    It answers only some of them at all. Returns how many were in flight at most as well.
+    """
+    arrived = waiting = most = 0
+    everyone = anyio.Event()
 
     async def handle(stream: anyio.abc.SocketStream) -> None:
-        nonlocal arrived
+        nonlocal arrived, waiting, most
         async with stream:
             await stream.receive()
             arrived += 1
-            mine = arrived
-            if arrived == requests:
+            waiting += 1
+            mine, most = arrived, max(most, waiting)
+            if arrived == (in_flight or requests):
                 everyone.set()
             await everyone.wait()
+            waiting -= 1
             if mine <= answers:
                 event = {"choices": [{"token_ids": [1]}], "usage": {"prompt_tokens": 1}}
                 body = f"data: {json.dumps(event)}\n\n" * 2
                 await stream.send(f"HTTP/1.1 200 OK\r\ncontent-length: {len(body)}\r\n\r\n{body}".encode())
 
     arrivals = Plan([], [Request(0.01 * at, at, [f"{at}"]) for at in range(requests)])
+    arrivals = arrivals._replace(in_flight=in_flight)
     listener = await anyio.create_tcp_listener(local_host="127.0.0.1")
     async with listener, anyio.create_task_group() as tasks:
         tasks.start_soon(listener.serve, handle)
         port = listener.extra(anyio.abc.SocketAttribute.local_port)
         with Client(port, "model") as client:
-            samples = await offer([client], arrivals, LIMIT_SECONDS, False)
+            samples = await offer([client], arrivals, LIMIT_SECONDS)
         tasks.cancel_scope.cancel()
-    return samples, arrived
+    return samples, most
 
 
 def test_arrivals_do_not_wait_for_answers() -> None:
     """Otherwise, the first one would wait for the last one, which would never come."""
-    samples, arrived = anyio.run(served, 12, 12)
-    assert arrived == 12
+    samples, most = anyio.run(served, 12, 12)
+    assert most == 12
     assert [sample.session for sample in samples] == list(range(12))
     assert all(sample.tpot is not None for sample in samples)
     # The first one waited for the last one to arrive, 0.11 s later, and that is part of its latency.
     assert samples[0].ttft >= 0.1
     assert all(sample.ttft >= sample.late >= 0 for sample in samples)
+
+
+def test_no_more_requests_are_in_flight_than_was_asked_for() -> None:
+    samples, most = anyio.run(served, 12, 12, 3)
+    assert most == 3
+    assert all(sample.tpot is not None for sample in samples)
 
 
 def test_failed_requests_count_with_the_time_until_they_failed() -> None:
