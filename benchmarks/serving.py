@@ -14,7 +14,7 @@ the same times, in random order. Before each window, the last request of each op
 the window begins as in the middle of a long run; the prompts of each window are new.
 
 With ``--in-flight``, each request is sent as soon as fewer than so many wait for their answers (a closed
-loop). That tells at how many requests per second a system is saturated, more exactly than latencies near that
+loop). That shows at how many requests per second a system is saturated, more exactly than latencies near that
 rate.
 
 vLLM's own prefix cache is on, with room for some prompts only (``--engine-memory``): as in a fleet, more
