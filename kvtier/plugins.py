@@ -11,6 +11,7 @@ import os
 import reprlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
@@ -163,12 +164,17 @@ class Plugins:
         """Return an eviction policy by name. Raises :class:`SettingsError`, which lists the known ones."""
         return self._find("kvtier_eviction_policies", name, "eviction policy")
 
-    def codec(self, name: str) -> type[Codec]:
+    def codec(self, name: str, *, exact: bool = False) -> type[Codec]:
         """Return a codec by name, or the one that `auto` uses while it pays.
 
-        Raises :class:`SettingsError`, which lists the known ones.
+        Raises :class:`SettingsError`, which lists the known ones, with ``exact`` those without loss only.
         """
-        return self._find("kvtier_codecs", LOSSLESS if name == AUTO else name, "codec", AUTO)
+
+        def can_be_used(codec: type[Codec]) -> bool:
+            return not (exact and codec.lossy)
+
+        name = LOSSLESS if name == AUTO else name
+        return self._find("kvtier_codecs", name, "codec", AUTO, can_be_used=can_be_used)
 
     def codecs(self, tier: TierSettings, backend: Backend) -> Codecs | None:
         """Return the codec of a lower tier, and all others to read what it was stored with before.
@@ -190,7 +196,7 @@ class Plugins:
         Raises :class:`SettingsError`, which names the key.
         """
         choice = settings.peer.codec
-        self._component("peer.codec", choice, self.codec, settings)
+        self._component("peer.codec", choice, partial(self.codec, exact=True), settings)
         if self.codec(choice["type"]).lossy:
             problem = f"is {choice['type']}, which loses precision: use {LOSSLESS} or {AUTO}"
             raise SettingsError(f"{settings.at('peer.codec')} {problem}")
@@ -227,10 +233,18 @@ class Plugins:
         """Return the settings of a tier's eviction policy. Raises like :meth:`policy`."""
         return self.eviction(tier.eviction["type"]).settings_type.model_validate(tier.eviction)
 
-    def _find(self, hook: str, name: str, what: str, *others: str) -> type:
+    def _find(
+        self,
+        hook: str,
+        name: str,
+        what: str,
+        *others: str,
+        can_be_used: Callable[[Any], bool] = lambda _: True,
+    ) -> type:
         provided = self._provided[hook]
         if name not in provided:
-            known = ", ".join([*others, *provided]) or "none"
+            usable = [key for key, (component, _) in provided.items() if can_be_used(component)]
+            known = ", ".join([*others, *usable]) or "none"
             raise SettingsError(
                 f"unknown {what} {reprlib.repr(name)}: use one of {known}, or install and load the plugin "
                 "that provides it (`kvtier plugins` lists the loaded ones)"

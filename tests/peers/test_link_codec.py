@@ -385,3 +385,12 @@ def test_codec_with_loss_is_refused() -> None:
     settings = settings_of(None, [], LENGTH, codec="int8")
     with pytest.raises(SettingsError, match=r"peer\.codec .*is int8, which loses precision"):
         Plugins.load([]).peer_codecs(settings)
+
+
+def test_unknown_codec_names_those_that_peers_can_use() -> None:
+    settings = settings_of(None, [], LENGTH, codec="losless")
+    with pytest.raises(SettingsError, match=r"peer\.codec.*unknown codec 'losless': use one of") as raised:
+        Plugins.load([]).peer_codecs(settings)
+    named = str(raised.value).partition("use one of ")[2].partition(", or install")[0].split(", ")
+    assert {"auto", "lossless"} <= {*named}
+    assert not {"fp8", "int8", "int4"} & {*named}
