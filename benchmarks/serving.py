@@ -181,6 +181,8 @@ def parsed() -> argparse.Namespace:
         parser.error(
             f"without --rates and --in-flight, --systems needs {PLAIN}: rates are relative to its capacity"
         )
+    if options.in_flight is not None and min(options.in_flight) < 1:
+        parser.error("--in-flight: at least 1")
     if TRACE in options.workloads and options.trace is None:
         parser.error(f"--workloads {TRACE} needs --trace")
     if options.client == "vllm" and "replicas" in options.storage:

@@ -94,6 +94,8 @@ async def served(answers: int, requests: int, in_flight: int = 0) -> tuple[list[
             if arrived == (in_flight or requests):
                 everyone.set()
             await everyone.wait()
+            # So that others that are sent meanwhile would be counted.
+            await anyio.sleep(0.05 if in_flight else 0)
             waiting -= 1
             if mine <= answers:
                 event = {"choices": [{"token_ids": [1]}], "usage": {"prompt_tokens": 1}}
